@@ -185,11 +185,13 @@ def _llama3_scaling(header: Header, theta: float, head_dim: int) -> dict[str, An
     # GGUF keeps only the resulting divisor of each frequency. All Llama 3.x share the constants below and differ in
     # the factor, which is the largest divisor; they are taken only if they reproduce the tensor.
     divisors = _dequantize(header, "rope_freqs.weight", np.memmap(header.path, mode="r"))
+    if divisors.shape != (head_dim // 2,):
+        return None
     factor, low, high, context = float(divisors.max()), 1.0, 4.0, 8192
     turns = context * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
-    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
+    if not np.allclose(divisors, expected, rtol=1e-4):
         return None
     return {
         "rope_type": "llama3",
@@ -244,7 +246,11 @@ def _check_tensors(header: Header, config: dict[str, Any]) -> None:
         "ffn_up": (inner, hidden),
         "ffn_down": (hidden, inner),
     }
-    names = _names(config["num_hidden_layers"])
+    if (layers := config["num_hidden_layers"]) > len(header.tensors):  # before listing names: it may be garbage
+        raise UserError(
+            f"{header.path}: llama.block_count {layers} but {len(header.tensors)} tensors; download it again"
+        )
+    names = _names(layers)
     unknown = [name for name in header.tensors if name not in names and name != "rope_freqs.weight"]
     missing = [name for name in names if name not in header.tensors and name != "output.weight"]
     wrong = [

@@ -262,6 +262,14 @@ def test_a_header_that_promises_too_much_allocates_nothing(tmp_path):
     assert "truncated" in error(gguf_config, path)
 
 
+def test_an_absurd_layer_count_is_refused_before_names_are_made(tmp_path, tensors):
+    path = write(tmp_path / "m.gguf", tensors)
+    key = b"llama.block_count" + np.array([4], "<u4").tobytes()
+    at = path.read_bytes().index(key) + len(key)
+    path.write_bytes(path.read_bytes()[:at] + np.array([2**31 - 1], "<u4").tobytes() + path.read_bytes()[at + 4 :])
+    assert "llama.block_count 2147483647" in error(gguf_config, path)
+
+
 def pretend(monkeypatch, package: str, spec: ModuleSpec | None) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: spec if name == package else real(name, *rest))
