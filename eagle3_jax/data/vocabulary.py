@@ -59,8 +59,8 @@ def check_map(d2t_offsets: np.ndarray, t2d: np.ndarray | None, vocab_size: int) 
     """Raises UserError unless `d2t_offsets` (int[Vd]) maps to distinct ids in 0..vocab_size-1 that agree with `t2d`.
 
     `t2d` is bool[vocab_size], or None where a format has none (ModelOpt). A map of absolute ids in place of offsets,
-    which would silently decode to wrong tokens, is refused: for certain with `t2d`, else if it is implausible as
-    offsets (strictly ascending offsets mean that no two neighbouring ids are in the draft vocabulary).
+    which would silently decode to wrong tokens, is refused: for certain with `t2d`, else where it leaves the range,
+    repeats an id, or is exactly 0, 1, 2, ... (an absolute identity).
     """
     offsets = np.asarray(d2t_offsets)
     if offsets.ndim != 1 or not np.issubdtype(offsets.dtype, np.integer) or not 1 <= offsets.size <= vocab_size:
@@ -84,8 +84,8 @@ def check_map(d2t_offsets: np.ndarray, t2d: np.ndarray | None, vocab_size: int) 
         raise UserError(f"d2t maps {counts.max()} draft ids to the same target id {ids[counts.argmax()]}{hint}")
     if t2d is not None:
         _check_against(np.asarray(t2d), absolute, vocab_size, hint)
-    elif _looks_absolute(offsets, vocab_size):
-        raise UserError(f"d2t has no two neighbouring target ids in {offsets.size}{hint}, or supply t2d")
+    elif hint and np.array_equal(offsets, np.arange(offsets.size)):
+        raise UserError(f"d2t is 0, 1, 2, ... {offsets.size - 1}{hint}, or supply t2d")
 
 
 def coverage(documents: Iterable[Document], absolute: np.ndarray) -> float:
@@ -127,15 +127,3 @@ def _check_against(member: np.ndarray, absolute: np.ndarray, vocab_size: int, hi
 
 def _distinct(values: np.ndarray) -> bool:
     return np.unique(values).size == values.size
-
-
-def _looks_absolute(offsets: np.ndarray, vocab_size: int) -> bool:
-    """Whether offsets are strictly ascending although that is very unlikely for real offsets.
-
-    n of V ids taken at random have no neighbours with probability about exp(-n*n/V); frequent tokens cluster, so a
-    real vocabulary is less likely still. arange, an absolute identity, is the most common such fault.
-    """
-    n = offsets.size
-    if n < 8 or not np.all(np.diff(offsets) > 0) or offsets[0] < 0:
-        return False
-    return n * n >= 8 * vocab_size or np.array_equal(offsets, np.arange(n))

@@ -82,7 +82,8 @@ class Draft:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _ttt_forward(graph, steps, params, features, ids, positions, documents):
-    return ttt_forward(nnx.merge(graph, params), features, ids, positions, documents, steps)
+    logits, _ = ttt_forward(nnx.merge(graph, params), features, ids, positions, documents, steps)
+    return logits
 
 
 def check_binding(draft: Draft, target: Target) -> None:
@@ -177,7 +178,7 @@ def save_draft(draft: Draft, path: str | Path, speculative_tokens: int = 3) -> N
     verifier = draft.facts.get("verifier") or {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}
     config = draft_config_to_speculators(draft.config, str(draft.dtype), speculative_tokens, verifier, facts)
     tensors = {name: np.ascontiguousarray(jax.device_get(array)) for name, array in flatten(draft.params).items()}
-    if draft.config.draft_vocab_size != draft.config.decoder.vocab_size:
+    if not np.array_equal(draft.d2t, np.arange(draft.config.decoder.vocab_size)):
         tensors["d2t"] = np.asarray(to_offsets(draft.d2t), np.int64)
         tensors["t2d"] = t2d(draft.d2t, draft.config.decoder.vocab_size)
     temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -197,7 +198,8 @@ def _replace_folder(new: Path, place: Path) -> None:
     if not place.exists():
         os.replace(new, place)
         return
-    if not (place / "config.json").exists() and any(place.iterdir()):
+    is_draft = (place / "config.json").exists() and "speculators_model_type" in read_json(place / "config.json")
+    if not is_draft and any(place.iterdir()):
         raise UserError(f"{place} exists and is no draft folder / choose another path or remove it")
     old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.old")
     os.replace(place, old)

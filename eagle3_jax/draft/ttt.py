@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
+from eagle3_jax.models.attention import head_scores, mix_values
 from eagle3_jax.taps import Taps
 
 
@@ -21,18 +22,22 @@ def ttt_forward(
     positions: Int[Array, "B T"],
     document_ids: Int[Array, "B T"],
     steps: int,
-) -> list[Float[Array, "B slots Vd"]]:
-    """Draft logits of each step, S arrays [B, T-1, Vd] float32; meaningful where `slot_valid` says so."""
+) -> tuple[list[Float[Array, "B slots Vd"]], list[Float[Array, "B slots H"]]]:
+    """Draft logits of each step, S arrays [B, T-1, Vd] float32, and its outputs y before the final norm [B, T-1, H].
+
+    Both are meaningful where `slot_valid` says so.
+    """
     slots = ids.shape[1] - 1
     attend = _ttt_attention(document_ids[:, :-1])
     hidden = model.project(taps.map(lambda a: a[:, :-1]))
     caches: tuple = ((),) * len(model.layers)
-    logits = []
+    logits, outputs = [], []
     for step in range(steps):
         y, caches = model(hidden, shift(ids, 1 + step)[:, :slots], positions[:, :-1] + step, attend, caches)
         logits.append(model.logits(y))
+        outputs.append(y)
         hidden = model.feedback(y)
-    return logits
+    return logits, outputs
 
 
 def shift(x: Array, by: int, fill=0) -> Array:
@@ -62,17 +67,17 @@ def _ttt_attention(document_ids: Int[Array, "B slots"]):
     def attend(q, k, v, cache):
         cache = (*cache, (k, v))
         (first_k, first_v), later = cache[0], cache[1:]
-        b, t, n, d = q.shape
-        q = q.reshape(b, t, k.shape[2], n // k.shape[2], d)
-        scores = jnp.einsum("btkgd,bskd->bkgts", q, first_k, preferred_element_type=jnp.float32)
-        scores = [jnp.where(mask[:, None, None], scores * d**-0.5, -jnp.inf)]
+        groups = q.shape[2] // k.shape[2]
+        scores = [jnp.where(mask[:, None], head_scores(q, first_k), -jnp.inf)]
         for step_k, _ in later:
-            diagonal = jnp.einsum("btkgd,btkd->bkgt", q, step_k, preferred_element_type=jnp.float32)
-            scores.append(diagonal[..., None] * d**-0.5)
-        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(v.dtype)
-        out = jnp.einsum("bkgts,bskd->btkgd", weights[..., :t], first_v)
+            own = jnp.sum(q.astype(jnp.float32) * jnp.repeat(step_k, groups, axis=2), axis=-1) * q.shape[-1] ** -0.5
+            scores.append(own.transpose(0, 2, 1)[..., None])
+        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+        slots = q.shape[1]
+        out = mix_values(weights[..., :slots], first_v, jnp.float32)
         for i, (_, step_v) in enumerate(later):
-            out += weights[..., t + i].transpose(0, 3, 1, 2)[..., None] * step_v[:, :, :, None, :]
-        return out.reshape(b, t, n, d), cache
+            own = weights[..., slots + i].transpose(0, 2, 1)[..., None]
+            out += own * jnp.repeat(step_v, groups, axis=2)
+        return out.astype(q.dtype), cache
 
     return attend

@@ -5,7 +5,7 @@ nothing of masks or caches. Softmax is in float32. Grouped queries (GQA): N quer
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ class KV(NamedTuple):
     v: Float[Array, "B K S D"]
 
 
-Attend = Callable[[Array, Array, Array, KV | None], tuple[Array, KV | None]]
+# (q, k, v, layer cache) -> (output, new layer cache); what a cache is, only the `attend` at hand knows.
+Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
 
 def empty_cache(layers: int, batch: int, heads: int, length: int, head_dim: int, dtype) -> tuple[KV, ...]:
@@ -37,9 +38,46 @@ def causal(document_ids: Int[Array, "B T"], window: int | None = None) -> Attend
         mask &= slots[None, :] > slots[:, None] - window
 
     def attend(q, k, v, cache):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None]), cache
+        return full_attention(q, k, v, mask), cache
 
     return attend
+
+
+def full_attention(
+    q: Float[Array, "B T N D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], mask: Bool[Array, "B T T"]
+) -> Float[Array, "B T N D"]:
+    """Softmax attention over whole rows: the fused kernel of `jax.nn` on accelerators, a float32 form on CPU.
+
+    On CPU the fused form takes two to three times as long (docs/performance.md).
+    """
+    return jax.lax.platform_dependent(
+        *(q, k, v, mask),
+        cpu=_full_attention_cpu,
+        default=lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask[:, None]),
+    )
+
+
+def _full_attention_cpu(q, k, v, mask):
+    weights = jax.nn.softmax(jnp.where(mask[:, None], head_scores(q, k), -jnp.inf), axis=-1)
+    return mix_values(weights, v, q.dtype)
+
+
+def head_scores(q: Float[Array, "B T N D"], k: Float[Array, "B S K D"]) -> Float[Array, "B N T S"]:
+    """Scaled float32 scores of every query head with the keys of its group, heads leading: the fast order on CPU."""
+    scale = q.shape[-1] ** -0.5
+    q, k = _heads_first(q, q.shape[2]) * scale, _heads_first(k, q.shape[2])
+    return jnp.einsum("bntd,bnsd->bnts", q, k)
+
+
+def mix_values(weights: Float[Array, "B N T S"], v: Float[Array, "B S K D"], dtype) -> Float[Array, "B T N D"]:
+    """Weighted sums of values, back in [B, T, N, D] and the given dtype."""
+    out = jnp.einsum("bnts,bnsd->bntd", weights, _heads_first(v, weights.shape[1]))
+    return out.transpose(0, 2, 1, 3).astype(dtype)
+
+
+def _heads_first(x: Float[Array, "B T K D"], heads: int) -> Float[Array, "B N T D"]:
+    """float32 [B, N, T, D], each of the K heads repeated for the query heads of its group."""
+    return jnp.repeat(x.astype(jnp.float32).transpose(0, 2, 1, 3), heads // x.shape[2], axis=1)
 
 
 def cached(positions: Int[Array, "B T"], window: int | None = None) -> Attend:

@@ -1,11 +1,13 @@
 """Building blocks shared by targets and drafts. Attribute names are checkpoint names, so a flattened path is a key."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.models.attention import KV, Attend
+from eagle3_jax.models.attention import Attend
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.rope import rotate
 
@@ -63,8 +65,8 @@ class Attention(nnx.Module):
         self.head_dim = config.head_dim
 
     def __call__(
-        self, x: Float[Array, "B T inputs"], angles: tuple[Array, Array], attend: Attend, cache: KV | None
-    ) -> tuple[Float[Array, "B T H"], KV | None]:
+        self, x: Float[Array, "B T inputs"], angles: tuple[Array, Array], attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "B T H"], Any]:
         q, k, v = (
             projection(x).reshape(*x.shape[:2], -1, self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -96,7 +98,7 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def __call__(self, x: Float[Array, "B T H"], angles: tuple[Array, Array], attend: Attend, cache: KV | None):
+    def __call__(self, x: Float[Array, "B T H"], angles: tuple[Array, Array], attend: Attend, cache: Any):
         attended, cache = self.self_attn(self.input_layernorm(x), angles, attend, cache)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache

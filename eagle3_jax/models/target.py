@@ -88,7 +88,7 @@ def _forward(graph, taps: TapSet | None, params: Params, ids, lengths):
 
 
 def load_target(path: str | Path, dtype: str = "bfloat16") -> Target:
-    """Loads a target from a Hugging Face folder (safetensors), a .gguf file, or a hub name `org/name`.
+    """Loads a target from a Hugging Face folder (safetensors), a .gguf file, a hub name `org/name`, or `demo`.
 
     dtype: dtype of weights and activations. No tokenizer files are needed: `target.tokenizer` may be None.
     Raises UserError for anything missing, torn, unsupported or left over.
@@ -110,15 +110,17 @@ def load_target(path: str | Path, dtype: str = "bfloat16") -> Target:
     graph, shapes = abstract_params(nnx.eval_shape(lambda: _FAMILIES[architecture](config)))
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
     params = fill(shapes, tensors, jnp.dtype(dtype), str(place), ignore)
-    hub_id = raw.get("hub_id") or (str(path) if place != Path(path) else None)
+    hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
     return Target(str(place), config, graph, params, tokenizer, _end_tokens(raw, generation), hub_id)
 
 
 def resolve(path: str | Path) -> Path:
-    """A local path as it is; `org/name` through huggingface_hub. Raises UserError when neither exists."""
+    """A local path as it is; `demo` is the bundled SmolLM2; `org/name` through huggingface_hub. Else UserError."""
     place = Path(path)
     if place.exists():
         return place
+    if str(path) == "demo":
+        return gguf.find_demo_model()
     if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")) or str(path).endswith(".gguf"):
         raise UserError(f"no such model / {path} / give a folder, a .gguf file or a hub name like org/name")
     from huggingface_hub import snapshot_download  # a second of import that only hub users pay

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.errors import UserError
 
-Params = dict[str, Any]
+Params = dict[str | int, Any]  # nested; entries of a layer list have integer keys
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -33,11 +33,15 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor, one at a time. A torn file is a UserError."""
+    """(name, array) of every tensor, one at a time. A torn file or a name in two files is a UserError."""
+    places: dict[str, Path] = {}
     for file in files:
         try:
             with safe_open(file, framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    if name in places:
+                        raise UserError(f"{name} lies in two files / {places[name]}, {file} / remove one of them")
+                    places[name] = file
                     yield name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read weights / {file} / {error}; the file may be torn: copy it again") from error

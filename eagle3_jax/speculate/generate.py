@@ -71,7 +71,8 @@ def generate(
         raise UserError(f"strategy {strategy} needs a draft / pass a draft or use plain")
     models, weights = pair(target, draft if depth else None)
     stop = frozenset(target.eos_token_ids if stop_token_ids is None else stop_token_ids)
-    sampling = _sampling(len(prompts), temperature, top_p, top_k, seed)
+    seed = secrets.randbits(31) if seed is None else seed
+    sampling = sampling_for([seed + i for i in range(len(prompts))], temperature, top_p, top_k)
     limits = [min(max_new_tokens, target.config.max_positions - len(p)) for p in prompts]
     results = [Result() for _ in prompts]
 
@@ -127,11 +128,12 @@ def _commit(results, i, new, limits, stop, on_tokens) -> None:
         on_tokens(i, kept)
 
 
-def _sampling(batch: int, temperature: float, top_p: float, top_k: int, seed: int | None) -> Sampling | None:
+def sampling_for(seeds: Sequence[int], temperature: float, top_p: float, top_k: int) -> Sampling | None:
+    """Sampling state of one request a seed; None (greedy) at temperature 0."""
     if temperature == 0:
         return None
-    seed = secrets.randbits(31) if seed is None else seed
-    keys = jax.vmap(jax.random.key)(jnp.arange(batch, dtype=jnp.uint32) + jnp.uint32(seed % 2**32))
+    keys = jax.vmap(jax.random.key)(jnp.asarray([seed % 2**32 for seed in seeds], jnp.uint32))
+    batch = len(seeds)
     return Sampling(keys, jnp.full(batch, temperature), jnp.full(batch, top_p), jnp.full(batch, top_k))
 
 

@@ -51,6 +51,26 @@ def ttt_loss(
     return sum(decay**step * loss for step, loss in enumerate(losses)), losses
 
 
+def feature_loss(
+    outputs: list[Float[Array, "B slots H"]],
+    last_hidden: Float[Array, "B T H"],
+    loss_mask: Bool[Array, "B T"],
+    document_ids: Int[Array, "B T"],
+) -> Float[Array, ""]:
+    """Masked mean over slots, summed over steps, of |y - h|^2 / |h|^2 with h the target's last hidden at token t+1+s.
+
+    EAGLE-1's feature regression in relative form. The draft's head starts as the target's, so matching h would match
+    the target's logits.
+    """
+    total = jnp.zeros(())
+    for step, y in enumerate(outputs):
+        mask = supervised(loss_mask, document_ids, step)
+        h = shift(last_hidden, 1 + step)[:, :-1].astype(jnp.float32)
+        distance = jnp.sum(jnp.square(y.astype(jnp.float32) - h), axis=-1) / (jnp.sum(jnp.square(h), axis=-1) + 1e-6)
+        total += jnp.sum(jnp.where(mask, distance, 0.0)) / (jnp.sum(mask) + 1e-5)
+    return total
+
+
 class Acceptance(NamedTuple):
     """Counts per step [S], summable over batches: slots right at all steps <= s, supervised slots, right before s."""
 

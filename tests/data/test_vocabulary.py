@@ -113,13 +113,24 @@ def test_zero_offsets_are_the_identity() -> None:
         (np.arange(128), 128),  # out of range
         (np.sort(np.random.default_rng(0).permutation(512)[:128]), 512),
         (np.random.default_rng(1).permutation(512)[:128], 512),  # in order of frequency
-        (np.arange(0, 1200, 2)[:600] + np.arange(600) % 2, 2000),  # stays in range
     ],
 )
 def test_absolute_ids_in_place_of_offsets_are_explained(values: np.ndarray, vocab_size: int) -> None:
     for member in (None, t2d(values, vocab_size)):
         with pytest.raises(UserError, match=r"look like absolute target ids.*subtract arange"):
             check_map(values, member, vocab_size)
+
+
+def test_absolute_ids_that_are_plausible_offsets_need_t2d() -> None:
+    values = np.arange(0, 1200, 2) + np.arange(600) % 2  # as offsets: in range and distinct, so possible
+    check_map(values, None, 2000)
+    with pytest.raises(UserError, match=r"disagree.*look like absolute target ids"):
+        check_map(values, t2d(values, 2000), 2000)
+
+
+def test_a_scattered_map_is_accepted() -> None:
+    every_fourth = np.arange(0, 512, 4)
+    check_map(to_offsets(every_fourth), None, 512)
 
 
 def test_t2d_settles_an_unusual_map() -> None:

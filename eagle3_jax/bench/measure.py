@@ -1,0 +1,102 @@
+"""Plain against speculative decoding, measured on the same prompts in one run.
+
+Strategies take turns prompt by prompt, so that a machine that speeds up or slows down does so for all of them; the
+first pass over the first prompts compiles and is not counted. Times cover prefill and all rounds.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from eagle3_jax.draft.draft import Draft
+from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.generate import Result, generate, parse_strategy
+
+
+@dataclass
+class Tally:
+    """What one strategy did over all prompts."""
+
+    results: list[Result] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(r.tokens) for r in self.results)
+
+    @property
+    def tau(self) -> float:
+        accepted = [a for r in self.results for a in r.accepted]
+        return 1.0 + (sum(accepted) / len(accepted) if accepted else 0.0)
+
+    def acceptance_by_depth(self, depth: int) -> list[float]:
+        """Share of rounds that accepted at least d draft tokens, d = 1..depth."""
+        accepted = [a for r in self.results for a in r.accepted]
+        return [round(sum(a >= d for a in accepted) / max(len(accepted), 1), 4) for d in range(1, depth + 1)]
+
+
+def measure(
+    target: Target,
+    draft: Draft,
+    prompts: list[list[int]],
+    strategies: list[str],
+    max_new_tokens: int,
+    batch: int = 1,
+    done: Callable[[int, int], None] = lambda finished, total: None,
+) -> dict[str, Tally]:
+    """Generates greedily from every prompt with every strategy, `batch` prompts at a time."""
+    groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
+    tallies = {strategy: Tally() for strategy in strategies}
+    for shape in {_shape(group): group for group in groups}.values():
+        for strategy in strategies:
+            generate(target, draft, shape, max_new_tokens, strategy)
+    for finished, group in enumerate(groups, start=1):
+        for strategy in strategies:
+            begin = time.perf_counter()
+            tallies[strategy].results += generate(target, draft, group, max_new_tokens, strategy)
+            tallies[strategy].seconds += time.perf_counter() - begin
+        done(finished, len(groups))
+    return tallies
+
+
+def _shape(group: list[list[int]]) -> int:
+    """What decides which compiled programs a group needs: its padded prompt length."""
+    return -(-max(map(len, group)) // 32)
+
+
+def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:
+    """One row of `eagle3 bench` (api.md)."""
+    return {
+        "strategy": strategy,
+        "batch": batch,
+        "tok_s": round(tally.tokens / tally.seconds, 2),
+        "ms_per_token": round(1000 * tally.seconds / tally.tokens, 2),
+        "tau": round(tally.tau, 4),
+        "acceptance_by_depth": tally.acceptance_by_depth(parse_strategy(strategy)),
+        "speedup_vs_plain": round((tally.tokens / tally.seconds) / (plain.tokens / plain.seconds), 4),
+        "identical_to_plain": identical_share(tally, plain),
+    }
+
+
+def identical_share(tally: Tally, plain: Tally) -> float:
+    """Share of prompts whose tokens are those of plain decoding."""
+    same = [a.tokens == b.tokens for a, b in zip(tally.results, plain.results, strict=True)]
+    return round(sum(same) / len(same), 4)
+
+
+def parting_gaps(target: Target, prompts: list[list[int]], tally: Tally, plain: Tally) -> list[float]:
+    """For each prompt where a strategy leaves plain decoding: the target's top-2 logit gap at that place.
+
+    In bf16 a block of several tokens and single tokens round differently; a gap near zero shows a tie, not a fault.
+    """
+    gaps = []
+    for prompt, a, b in zip(prompts, tally.results, plain.results, strict=False):
+        differing = [i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y]
+        if differing:
+            logits = target.forward([prompt + b.tokens[: differing[0]]]).logits[0, -1]
+            top = np.sort(np.asarray(jax.device_get(logits)))[-2:]
+            gaps.append(round(float(top[1] - top[0]), 4))
+    return gaps

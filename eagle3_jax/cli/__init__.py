@@ -1,0 +1,1 @@
+"""The command line `eagle3`: one module a command, put together in `main`."""

@@ -1,0 +1,77 @@
+"""What several commands share: options, starting JAX, opening a target, writing JSON."""
+
+import json
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from eagle3_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from eagle3_jax.models.target import Target
+
+DType = Literal["bfloat16", "float16", "float32"]
+
+
+def _check_folder(path: Path | None) -> Path | None:
+    # At once, and not when hours of work are about to be written there.
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"--json: no folder {path.parent} / {path} / make it first")
+    return path
+
+
+TargetOption = Annotated[
+    str,
+    typer.Option("--target", help="Model folder, .gguf file, hub name `org/name`, or `demo` (bundled SmolLM2-135M)."),
+]
+DTypeOption = Annotated[DType, typer.Option("--dtype", help="Of weights and activations.")]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Also write the result to this file.", callback=_check_folder)
+]
+
+
+def note(message: str) -> None:
+    """One line on stderr; stdout is for the product of a command."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def start_jax(dtype: DType) -> None:
+    """Keeps compiled programs between runs and warns where the machine is known to be slow.
+
+    The cache is ~/.cache/eagle3_jax/xla, or where JAX_COMPILATION_CACHE_DIR says.
+    """
+    # Read when transformers is first imported, which would otherwise report that torch is absent: it is on purpose.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import jax
+
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "eagle3_jax" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    if dtype == "bfloat16" and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12):
+        note(f"warning: bfloat16 on CPU is about ten times slower with jax {jax.__version__} than with 0.12 or newer")
+
+
+def open_target(name: str, dtype: DType) -> "Target":
+    """Starts JAX and loads a target. Raises UserError if there is no such target."""
+    start_jax(dtype)
+    from eagle3_jax.models.target import load_target
+
+    return load_target(name, dtype)
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Writes the file whole or not at all; does nothing for None. Raises UserError if it cannot be written."""
+    if path is None:
+        return
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write JSON / {path} / {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,159 @@
+"""Training configs: typed, strict YAML with `a.b=c` overrides. An unknown key is an error that names the nearest one."""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eagle3_jax.errors import UserError
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetConfig(_Strict):
+    """path: HF folder, .gguf file, hub name, or `demo` (the bundled SmolLM2). hub_id: the name servers load."""
+
+    path: str
+    hub_id: str | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class DataConfig(_Strict):
+    """train, heldout: JSONL of conversations or of {input_ids, loss_mask}. length: tokens of a packed row."""
+
+    train: str | list[str]
+    heldout: str | list[str]
+    length: Annotated[int, Field(ge=8)] = 2048
+    max_documents: Positive | None = None
+
+
+class DraftShape(_Strict):
+    """taps: canonical points, or `paper` for (2, N//2, N-3). vocab_size: rows of the draft's head.
+
+    initialise: `random`, or `last_block`: blocks start as copies of the target's last one and fc passes the last tap
+    through, so that training begins from the target's own final computation.
+    """
+
+    taps: Literal["paper"] | list[int] = "paper"
+    vocab_size: Positive = 32000
+    num_layers: Positive = 1
+    intermediate_size: Positive | None = None
+    initialise: Literal["random", "last_block"] = "random"
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class OptimiserConfig(_Strict):
+    """AdamW on everything, or Muon on the matrices of the draft's blocks and AdamW on the rest."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    muon_learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.015
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Annotated[float, Field(gt=0)] = 0.5
+
+
+class TrainingConfig(_Strict):
+    """ttt_steps: unrolled draft steps. batch_rows: packed rows an optimiser step. features: see training.features.
+
+    feature_loss: weight of the distance between the draft's output and the target's last hidden state one token on.
+    EAGLE-3 trains without it (0); with little data it helps (docs/experiments.md).
+    minutes: None, or a budget of training time: the schedule then runs over whichever ends first, epochs or minutes.
+    """
+
+    epochs: Positive = 10
+    minutes: Annotated[float, Field(gt=0)] | None = None
+    batch_rows: Positive = 8
+    ttt_steps: Annotated[int, Field(ge=1, le=16)] = 3
+    step_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    feature_loss: Annotated[float, Field(ge=0)] = 0.0
+    features: Literal["online", "ram"] = "online"
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    seed: int = 0
+    checkpoint_every: Positive = 200
+    evaluate_every: Positive = 100
+    evaluate_steps: Annotated[int, Field(ge=1, le=16)] = 5
+
+
+class Config(_Strict):
+    """One training run, written to runs_dir/name."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    runs_dir: str = "runs"
+    target: TargetConfig
+    data: DataConfig
+    draft: DraftShape = DraftShape()
+    optimiser: OptimiserConfig = OptimiserConfig()
+    training: TrainingConfig = TrainingConfig()
+
+    @model_validator(mode="after")
+    def _one_pre_norm(self):
+        if self.draft.norm_before_fc and self.draft.fc_norm:
+            raise ValueError("draft.norm_before_fc and draft.fc_norm are both on; choose one")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Reads a YAML config and applies `a.b=c` overrides (values in YAML syntax). Raises UserError on any fault."""
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the config / {path} / {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML / {path} / {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"the config is empty or no mapping / {path} / see configs/ for examples")
+    for override in overrides:
+        _override(raw, override)
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{_first_fault(error)} / {path}") from error
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} is not of the form a.b=c")
+    *path, last = key.split(".")
+    for part in path:
+        raw = raw.setdefault(part, {})
+        if not isinstance(raw, dict):
+            raise UserError(f"override {override!r}: {part} is a value, not a section")
+    try:
+        raw[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    path = [str(part) for part in fault["loc"]]
+    key = ".".join(path)
+    if fault["type"] != "extra_forbidden":
+        return f"config key {key}: {fault['msg']}" if key else f"config: {fault['msg']}"
+    near = difflib.get_close_matches(key, _all_keys(Config), n=1, cutoff=0.0)
+    return f"unknown config key {key} / did you mean {near[0]}?"
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        keys += _all_keys(field.annotation, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
+    return keys

@@ -1,0 +1,89 @@
+"""Many prompts through a fixed batch: a slot whose request has finished takes the next one at once.
+
+Plain decoding, for writing training answers. Shapes are fixed, so nothing is compiled again as requests come and go.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.generate import pad_prompts, pair, round_up, sampling_for
+from eagle3_jax.speculate.round import State, prefill, speculate
+
+_GROUP = 4  # prompts read together: enough rows for a fast matmul, few enough that slots do not wait for each other
+
+
+@dataclass
+class Request:
+    """index names the request to the caller; it is also added to the seed, so that its sample is its own."""
+
+    index: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+
+
+def generate_many(
+    target: Target,
+    requests: Iterable[Request],
+    max_prompt: int,
+    max_new_tokens: int,
+    slots: int = 32,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: frozenset[int] | None = None,
+) -> Iterator[Request]:
+    """Yields requests as they finish, with `tokens` filled in (up to and with a stop token, or max_new_tokens).
+
+    max_prompt: longest prompt; sizes the caches. stop: None = the target's end tokens. Order is that of finishing.
+    """
+    models, weights = pair(target, None)
+    stop = frozenset(target.eos_token_ids) if stop is None else stop
+    cache_length = round_up(round_up(max_prompt, 32) + max_new_tokens + 2, 64)
+    queue, active = deque(requests), [None] * slots
+    state = None
+    while queue or any(active):
+        free = [slot for slot, request in enumerate(active) if request is None]
+        if queue and (len(free) >= min(_GROUP, slots) or not any(active)):
+            group = [queue.popleft() for _ in range(min(len(free), _GROUP, len(queue)))]
+            new, first = _read_prompts(models, weights, group, cache_length, temperature, top_p, seed)
+            places = [free[min(i, len(group) - 1)] for i in range(_GROUP)]
+            state = _insert(_widen(new, slots) if state is None else state, new, jnp.asarray(places))
+            for slot, request, token in zip(places, group, first, strict=False):
+                active[slot] = request
+                request.tokens.append(int(token))
+        else:
+            state, committed = speculate(models, 0, weights, state)
+            tokens = np.asarray(committed.tokens)[:, 0]
+            for slot, request in enumerate(active):
+                if request is not None:
+                    request.tokens.append(int(tokens[slot]))
+        for slot, request in enumerate(active):
+            if request is not None and (request.tokens[-1] in stop or len(request.tokens) >= max_new_tokens):
+                active[slot] = None
+                yield request
+
+
+def _read_prompts(models, weights, group: list[Request], cache_length: int, temperature, top_p, seed):
+    """Prefills a group, padded to the fixed group size with copies of its last request."""
+    padded = group + [group[-1]] * (_GROUP - len(group))
+    ids, lengths = pad_prompts([request.prompt for request in padded])
+    sampling = sampling_for([seed + request.index for request in padded], temperature, top_p, 0)
+    state, first = prefill(models, cache_length, 0, weights, ids, lengths, sampling)
+    return state, np.asarray(first)
+
+
+def _widen(state: State, slots: int) -> State:
+    """A state of `slots` rows to insert into; what the rows hold does not matter."""
+    return jax.tree.map(lambda x: x[jnp.zeros(slots, jnp.int32)], state)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(state: State, new: State, places: jax.Array) -> State:
+    return jax.tree.map(lambda old, rows: old.at[places].set(rows), state, new)

@@ -1,0 +1,80 @@
+"""Training state on disk through orbax, with the wiring beside it.
+
+Orbax restores into a template with another tap set or vocabulary map without complaint, so both, with the target's
+fingerprint, are stored as JSON in each checkpoint and compared before anything is restored.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from eagle3_jax.errors import UserError
+from eagle3_jax.taps import TapSet, require
+
+
+def wiring_facts(taps: TapSet, d2t: np.ndarray, target_fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal for a checkpoint to go on with: taps, vocabulary map, target."""
+    digest = hashlib.sha256(np.asarray(d2t, np.int64).tobytes()).hexdigest()[:16]
+    return {"taps": list(taps), "d2t": digest, "target": target_fingerprint["hash"]}
+
+
+class Checkpoints:
+    """The newest checkpoint of a run and the best by held-out tau. A save is complete or invisible."""
+
+    def __init__(self, folder: Path, facts: dict[str, Any]):
+        self._facts = facts
+        keep = ocp.checkpoint_managers.AnyPreservationPolicy(
+            [
+                ocp.checkpoint_managers.LatestN(1),
+                ocp.checkpoint_managers.BestN(get_metric_fn=lambda m: m["simulated_tau"], n=1),
+            ]
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False
+        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self._folder = folder
+
+    @property
+    def latest(self) -> int | None:
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, extra: dict[str, Any], simulated_tau: float) -> None:
+        """Writes state (a pytree of arrays) and extra (JSON) as `step`, unless that step is there already."""
+        if self.latest == step:
+            return
+        items = {"state": ocp.args.StandardSave(state), "facts": ocp.args.JsonSave(self._facts | {"extra": extra})}
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics={"simulated_tau": simulated_tau})
+            self._manager.wait_until_finished()
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"cannot write checkpoint {step} / {self._folder} / {reason}; free space, --resume") from error
+
+    def restore(self, template: Any, step: int | None = None) -> tuple[Any, dict[str, Any], int]:
+        """(state, extra, step) of the newest or the given checkpoint, after comparing the wiring facts."""
+        step = self.latest if step is None else step
+        try:
+            facts = self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
+            extra = facts.pop("extra")
+            require(TapSet(facts["taps"]), TapSet(self._facts["taps"]))
+            if facts != self._facts:
+                differing = [key for key in facts if facts[key] != self._facts.get(key)]
+                raise UserError(f"checkpoint {step} was made with another {', '.join(differing)} / {self._folder}")
+            restore = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, template))
+            state = self._manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
+        except (OSError, ValueError, KeyError) as error:
+            if isinstance(error, AssertionError):
+                raise
+            raise UserError(f"checkpoint {step} cannot be read / {self._folder} / {error}") from error
+        return state, extra, step
+
+    def best_step(self) -> int | None:
+        return self._manager.best_step()
+
+    def close(self) -> None:
+        self._manager.close()

@@ -1,0 +1,79 @@
+"""From files to batches: read, tokenise, pack, choose the draft vocabulary, and a repeatable order of rows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from eagle3_jax.data.packing import Packed, pack
+from eagle3_jax.data.records import read_records
+from eagle3_jax.data.template import Document, tokenise
+from eagle3_jax.errors import UserError
+from eagle3_jax.models.target import Target
+from eagle3_jax.training.step import Batch
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenised records of one or more files; `refused` counts rows whose borders do not survive tokenisation."""
+
+    items: list[Document]
+    refused: int
+    first_refusal: str | None
+
+
+def read_documents(files: str | list[str], target: Target, limit: int | None = None) -> Documents:
+    """Reads and tokenises training files. Rows that cannot be masked exactly are left out and counted.
+
+    Raises UserError for unreadable files, or if more than a tenth of the rows had to be left out.
+    """
+    records = [r for file in ([files] if isinstance(files, str) else files) for r in read_records(Path(file))]
+    items, refusals = [], []
+    for record in records[:limit]:
+        try:
+            items.append(tokenise(target.tokenizer, record, target.config.vocab_size))
+        except UserError as error:
+            refusals.append(str(error))
+    if len(refusals) > 0.1 * len(records[:limit]):
+        raise UserError(f"{len(refusals)} of {len(records[:limit])} rows cannot be used / first: {refusals[0]}")
+    return Documents(items, len(refusals), refusals[0] if refusals else None)
+
+
+def pack_documents(documents: Documents, length: int, where: str | list[str]) -> Packed:
+    try:
+        return pack(documents.items, length)
+    except UserError as error:
+        raise UserError(f"{error} / {where}") from error
+
+
+def steps_an_epoch(packed: Packed, batch_rows: int) -> int:
+    return -(-len(packed.input_ids) // batch_rows)
+
+
+def rows_of_step(step: int, rows: int, batch_rows: int, seed: int) -> list[int]:
+    """Row numbers of optimiser step `step` (from 0): every row once an epoch, shuffled anew each epoch.
+
+    A function of the step alone, so that a resumed run sees exactly the rows it would have seen.
+    """
+    per_epoch = -(-rows // batch_rows)
+    epoch, place = divmod(step, per_epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(rows)
+    return order[place * batch_rows : (place + 1) * batch_rows].tolist()
+
+
+def make_batch(packed: Packed, rows: list[int], batch_rows: int) -> Batch:
+    """The rows as a batch, filled up with padding rows so that the shape never changes."""
+    missing = batch_rows - len(rows)
+
+    def take(array: np.ndarray, fill) -> np.ndarray:
+        return np.concatenate([array[rows], np.full((missing, array.shape[1]), fill, array.dtype)])
+
+    return Batch(take(packed.input_ids, 0), take(packed.loss_mask, False), take(packed.document_ids, -1))
+
+
+def batches_in_order(packed: Packed, batch_rows: int) -> Iterator[tuple[list[int], Batch]]:
+    """All rows once, in file order; for evaluation."""
+    for begin in range(0, len(packed.input_ids), batch_rows):
+        rows = list(range(begin, min(begin + batch_rows, len(packed.input_ids))))
+        yield rows, make_batch(packed, rows, batch_rows)

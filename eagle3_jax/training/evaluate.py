@@ -1,0 +1,30 @@
+"""Simulated acceptance of a finished draft on given documents: the training graph and the walk, no training."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.data.packing import pack
+from eagle3_jax.data.template import Document
+from eagle3_jax.draft.draft import Draft
+from eagle3_jax.models.target import Target
+from eagle3_jax.training.dataset import batches_in_order
+from eagle3_jax.training.metrics import AcceptanceMeter
+from eagle3_jax.training.step import Frozen, Setup, evaluate_batch
+
+
+def simulate(
+    target: Target, draft: Draft, documents: list[Document], depth: int, length: int, batch_rows: int = 4
+) -> AcceptanceMeter:
+    """Acceptance counts and walk of `depth` draft tokens over documents (ids, loss mask), packed to `length`.
+
+    On the target's own greedy answers the walk is what `generate` accepts (exactly so in float32).
+    """
+    draft = draft.bind(target)
+    setup = Setup(target.graph, draft.graph, draft.taps, None, depth, 1.0, 0.0, str(draft.dtype))
+    frozen = Frozen(target.params, draft.params["embed_tokens"], jnp.asarray(draft.d2t))
+    trainable = {key: value for key, value in draft.params.items() if key != "embed_tokens"}
+    meter = AcceptanceMeter(depth)
+    for _, batch in batches_in_order(pack(documents, length), batch_rows):
+        outcome = evaluate_batch(setup, frozen, trainable, batch, None)
+        meter.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids)
+    return meter

@@ -1,0 +1,88 @@
+"""First weights of a draft: random, or grown from the target's last block."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.config import DraftShape
+from eagle3_jax.draft.config import DraftConfig
+from eagle3_jax.draft.draft import Draft, draft_graph, new_draft
+from eagle3_jax.errors import UserError
+from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.target import Target
+from eagle3_jax.models.weights import Params, flatten, insert
+from eagle3_jax.taps import TapSet, paper_taps
+
+
+def draft_config(shape: DraftShape, target: Target) -> DraftConfig:
+    """The draft's static facts for this target: its width, heads and rope; everything else from the config."""
+    own = target.config
+    decoder = DecoderConfig(
+        vocab_size=own.vocab_size,
+        hidden_size=own.hidden_size,
+        intermediate_size=shape.intermediate_size or own.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
+        rms_norm_eps=own.rms_norm_eps,
+        rope=own.rope,
+        max_positions=own.max_positions,
+    )
+    taps = paper_taps(own.num_layers) if shape.taps == "paper" else TapSet(shape.taps)
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return DraftConfig(
+        decoder=decoder,
+        taps=taps.check(own.num_layers),
+        draft_vocab_size=min(shape.vocab_size, own.vocab_size),
+        target_hidden_size=own.hidden_size,
+        **{flag: getattr(shape, flag) for flag in flags},
+    )
+
+
+def initial_draft(shape: DraftShape, target: Target, d2t: np.ndarray, seed: int, facts: dict) -> Draft:
+    """A draft with float32 weights: norms 1, matrices normal(0, 1/sqrt(in)), head rows and embedding the target's."""
+    config = draft_config(shape, target)
+    _, shapes = draft_graph(config)
+    key = jax.random.key(seed)
+    params: Params = {}
+    for i, (name, size) in enumerate(sorted(shapes.items())):
+        if len(size) == 1:
+            value = jnp.ones(size) if name.endswith("norm.weight") or "norm." in name else jnp.zeros(size)
+        else:
+            value = jax.random.normal(jax.random.fold_in(key, i), size) / math.sqrt(size[-1])
+        insert(params, name, value)
+    head = target.params.get("lm_head", target.params["model"]["embed_tokens"])["weight"]
+    params["lm_head"]["weight"] = head[jnp.asarray(d2t)].astype(jnp.float32)
+    params["norm"]["weight"] = target.params["model"]["norm"]["weight"].astype(jnp.float32)
+    params["embed_tokens"]["weight"] = target.params["model"]["embed_tokens"]["weight"]
+    if shape.initialise == "last_block":
+        _grow_from_last_block(params, config, target)
+    return new_draft(config, params, d2t, facts)
+
+
+def _grow_from_last_block(params: Params, config: DraftConfig, target: Target) -> None:
+    """Every draft layer becomes the target's last block; fc passes the last tap through.
+
+    In the first layer, whose q/k/v read [embedding, hidden], the hidden half is the block's and the embedding half
+    starts small and random.
+    """
+    if config.decoder.intermediate_size != target.config.intermediate_size or target.config.attention_bias:
+        raise UserError("draft.initialise: last_block needs the target's own block shape / leave out the size or bias")
+    block = target.params["model"]["layers"][target.num_layers - 1]
+    size = config.decoder.hidden_size
+    for layer in range(config.decoder.num_layers):
+        own = params["layers"][layer]
+        for name, value in flatten(block).items():
+            value = value.astype(jnp.float32)
+            if layer == 0 and name in {f"self_attn.{p}_proj.weight" for p in "qkv"}:
+                drawn = params["layers"][0]["self_attn"][name.split(".")[1]]["weight"][:, :size]
+                value = jnp.concatenate([0.1 * drawn, value], axis=1)
+            insert(own, name, value)
+    params["layers"][0]["hidden_norm"]["weight"] = block["input_layernorm"]["weight"].astype(jnp.float32)
+    params["layers"][0]["input_layernorm"]["weight"] = jnp.ones(size)
+    taps = len(config.taps)
+    fc = params["fc"]["weight"] * 0.1
+    params["fc"]["weight"] = fc.at[:, (taps - 1) * size :].set(jnp.eye(size))

@@ -1,0 +1,106 @@
+"""The run folder: beginning or resuming it, the metrics file, provenance. Files appear whole or not at all."""
+
+import hashlib
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+
+from eagle3_jax.config import Config
+from eagle3_jax.errors import UserError
+
+
+def begin(folder: Path, config: Config, resume: bool) -> dict[str, Any] | None:
+    """Makes the folder and writes config.yaml, or checks that it may be resumed. Returns a finished run's result."""
+    stored = folder / "config.yaml"
+    if stored.exists():
+        if not resume:
+            raise UserError(f"{folder} exists already / pass --resume to go on with it or choose another name")
+        before = yaml.safe_load(stored.read_text(encoding="utf-8"))
+        if before != plain(config):
+            differing = _differing(before, plain(config))
+            raise UserError(f"{folder} was begun with another config ({differing}) / choose another name")
+        if (folder / "result.json").exists():
+            return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_text(stored, yaml.safe_dump(plain(config), sort_keys=False))
+    except OSError as error:
+        raise UserError(f"cannot write the run folder / {folder} / {error.strerror or error}") from error
+    return None
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """The config as YAML types."""
+    return json.loads(config.model_dump_json())
+
+
+def _differing(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> str:
+    for key in {**a, **b}:
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, dict) and isinstance(y, dict) and x != y:
+            return _differing(x, y, f"{prefix}{key}.")
+        if x != y:
+            return f"{prefix}{key}: {x} there, {y} here"
+    return ""
+
+
+def write_provenance(folder: Path, config: Config, target, packed, documents) -> None:
+    """Versions, machine, target and data of the run."""
+    files = [config.data.train] if isinstance(config.data.train, str) else config.data.train
+    write_json(
+        folder / "provenance.json",
+        {
+            "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax", "optax", "numpy")},
+            "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "device": str(jax.devices()[0])},
+            "target": {"path": target.path, "fingerprint": target.fingerprint},
+            "data": {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in files},
+            "packing": vars(packed.report),
+            "refused_rows": documents.refused,
+            "first_refusal": documents.first_refusal,
+        },
+    )
+
+
+def write_json(path: Path, value: Any) -> None:
+    try:
+        _write_text(path, json.dumps(value, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path} / {error.strerror or error}") from error
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+class Metrics:
+    """metrics.jsonl, one line a step. On resume, lines after the restored step (and a torn one) are dropped."""
+
+    def __init__(self, path: Path, step: int):
+        self._path = path
+        kept = []
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:
+                    break  # the line a killed run was writing; nothing follows it
+                if row["step"] > step:
+                    break
+                kept.append(line)
+        _write_text(path, "".join(line + "\n" for line in kept))
+
+    def write(self, row: dict[str, Any]) -> None:
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self._path} / {error.strerror or error} / free space, --resume") from error

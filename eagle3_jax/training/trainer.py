@@ -1,0 +1,275 @@
+"""`train`: from a config to runs/NAME/{config.yaml, provenance.json, metrics.jsonl, checkpoints/, export/, result.json}.
+
+The order of reading is the order of the file: prepare (target, documents, draft), loop (steps, evaluation,
+checkpoints), finish (export of the best state, result.json).
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.config import Config
+from eagle3_jax.data.packing import Packed
+from eagle3_jax.data.vocabulary import coverage, draft_vocabulary
+from eagle3_jax.draft.draft import Draft, load_draft, save_draft
+from eagle3_jax.errors import UserError
+from eagle3_jax.models.target import Target, load_target
+from eagle3_jax.taps import require
+from eagle3_jax.training import run_folder
+from eagle3_jax.training.checkpoints import Checkpoints, wiring_facts
+from eagle3_jax.training.dataset import (
+    batches_in_order,
+    make_batch,
+    pack_documents,
+    read_documents,
+    rows_of_step,
+    steps_an_epoch,
+)
+from eagle3_jax.training.features import FeatureCache
+from eagle3_jax.training.initialise import initial_draft
+from eagle3_jax.training.metrics import AcceptanceMeter
+from eagle3_jax.training.optimiser import learning_rate_factor, make_optimiser
+from eagle3_jax.training.step import Frozen, Setup, TrainState, compute_features, evaluate_batch, train_step
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the loop tells a progress display after each step."""
+
+    step: int
+    progress: float
+    seconds: float
+    metrics: dict[str, Any]
+    heldout: dict[str, Any] | None
+
+
+@dataclass
+class Run:
+    """Everything the loop needs, prepared."""
+
+    config: Config
+    target: Target
+    draft: Draft
+    train: Packed
+    heldout: Packed
+    total_steps: int
+    setup: Setup
+    frozen: Frozen
+    checkpoints: Checkpoints
+    cache: FeatureCache = field(default_factory=FeatureCache)
+    heldout_cache: FeatureCache = field(default_factory=FeatureCache)
+
+
+def train(
+    config: Config,
+    resume: bool = False,
+    init_from: str | None = None,
+    target: Target | None = None,
+    progress: Callable[[Report], None] = lambda report: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Trains a draft and returns result.json's content.
+
+    resume: go on from the newest checkpoint of runs/NAME (a finished run returns its result at once). init_from: start
+    from the weights and vocabulary map of a draft folder. KeyboardInterrupt saves a checkpoint and is raised again.
+    Raises UserError on bad configs or data, WiringError on taps that disagree.
+    """
+    folder = config.run_dir
+    finished = run_folder.begin(folder, config, resume)
+    if finished is not None:
+        return finished
+    run = prepare(config, folder, target, init_from, say)
+    try:
+        state, seconds = _start(run, say)
+        state, heldout = _loop(run, state, seconds, folder, progress)
+        return _finish(run, state, folder, heldout, say)
+    finally:
+        run.checkpoints.close()
+
+
+def prepare(config: Config, folder: Path, target: Target | None, init_from: str | None, say) -> Run:
+    """Loads the target, reads and packs the data, makes the first draft."""
+    target = load_target(config.target.path, config.target.dtype) if target is None else target
+    documents = read_documents(config.data.train, target, config.data.max_documents)
+    packed = pack_documents(documents, config.data.length, config.data.train)
+    heldout_documents = read_documents(config.data.heldout, target)
+    heldout = pack_documents(heldout_documents, config.data.length, config.data.heldout)
+    draft = _first_draft(config, target, documents.items, init_from)
+    say(f"taps: {draft.taps.words(target.num_layers)}, joined in this order")
+    report = packed.report
+    say(
+        f"data: {report.documents} documents in {report.rows} rows of {config.data.length}, "
+        f"{report.supervised_tokens} supervised tokens; {report.cut_documents} documents cut, "
+        f"{report.dropped_documents} with nothing supervised, {documents.refused} refused; "
+        f"the draft vocabulary covers {coverage(heldout_documents.items, draft.d2t):.1%} of held-out tokens"
+    )
+    total = config.training.epochs * steps_an_epoch(packed, config.training.batch_rows)
+    setup = Setup(
+        target.graph,
+        draft.graph,
+        draft.taps,
+        make_optimiser(config.optimiser),
+        config.training.ttt_steps,
+        config.training.step_decay,
+        config.training.feature_loss,
+        config.training.compute_dtype,
+    )
+    frozen = Frozen(target.params, draft.params["embed_tokens"], jnp.asarray(draft.d2t))
+    facts = wiring_facts(draft.taps, draft.d2t, target.fingerprint)
+    checkpoints = Checkpoints(folder / "checkpoints", facts)
+    run_folder.write_provenance(folder, config, target, packed, documents)
+    return Run(config, target, draft, packed, heldout, total, setup, frozen, checkpoints)
+
+
+def _first_draft(config: Config, target: Target, documents, init_from: str | None) -> Draft:
+    facts = {
+        "verifier": {"name_or_path": config.target.hub_id or target.hub_id, "architectures": ["LlamaForCausalLM"]},
+        "target": {
+            "hub_id": config.target.hub_id or target.hub_id,
+            "fingerprint": target.fingerprint,
+            "tokenizer_fingerprint": target.tokenizer_fingerprint,
+        },
+    }
+    if init_from is not None:
+        draft = load_draft(init_from, "float32", target=target)
+        if config.draft.taps != "paper":
+            require(draft.taps, type(draft.taps)(config.draft.taps))
+        return Draft(draft.config, draft.graph, draft.params, draft.d2t, facts)
+    size = min(config.draft.vocab_size, target.config.vocab_size)
+    d2t = draft_vocabulary(documents, size, target.config.vocab_size, always=target.eos_token_ids)
+    return initial_draft(config.draft, target, d2t, config.training.seed, facts)
+
+
+def _start(run: Run, say) -> tuple[TrainState, float]:
+    """The state to train from and the seconds of training behind it: fresh, or the newest checkpoint's."""
+    trainable = {key: value for key, value in run.draft.params.items() if key != "embed_tokens"}
+    trainable = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), trainable)
+    state = TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32))
+    if run.checkpoints.latest is None:
+        return state, 0.0
+    state, extra, step = run.checkpoints.restore(state)
+    say(f"resuming at step {step} of {run.total_steps}")
+    return jax.tree.map(jnp.asarray, state), extra["seconds"]
+
+
+def _loop(run: Run, state: TrainState, spent: float, folder: Path, progress) -> tuple[TrainState, dict[str, Any]]:
+    """Steps until the epochs or the minutes are used up. spent: seconds of training before this call."""
+    training, rows = run.config.training, len(run.train.input_ids)
+    metrics_file = run_folder.Metrics(folder / "metrics.jsonl", int(state.step))
+    began, step, heldout = time.perf_counter() - spent, int(state.step), None
+    while (done := _progress(run, step, time.perf_counter() - began)) < 1.0:
+        begin = time.perf_counter()
+        chosen = rows_of_step(step, rows, training.batch_rows, training.seed)
+        batch = make_batch(run.train, chosen, training.batch_rows)
+        try:
+            features = _features(run, run.cache, chosen, batch)
+            rate = jnp.float32(learning_rate_factor(run.config.optimiser, done))
+            state, outcome = train_step(run.setup, run.frozen, state, batch, features, rate)
+            metrics = _step_metrics(run, step, outcome, batch)
+        except KeyboardInterrupt:
+            _save(run, state, heldout, time.perf_counter() - began)
+            raise
+        step += 1
+        seconds = time.perf_counter() - begin
+        heldout = evaluate(run, state) if step % training.evaluate_every == 0 else None
+        metrics["seconds"] = round(seconds, 4)
+        metrics["tokens_per_second"] = round(float((batch.document_ids >= 0).sum()) / seconds, 1)
+        metrics_file.write(metrics if heldout is None else {**metrics, "heldout": heldout})
+        elapsed = time.perf_counter() - began
+        progress(Report(step, _progress(run, step, elapsed), elapsed, metrics, heldout))
+        if step % training.checkpoint_every == 0:
+            heldout = _save(run, state, heldout, elapsed)
+    return state, _save(run, state, heldout, time.perf_counter() - began)
+
+
+def _progress(run: Run, step: int, seconds: float) -> float:
+    """Share of the run that is done: of its steps or of its minutes, whichever is further."""
+    minutes = run.config.training.minutes
+    return max(step / run.total_steps, 0.0 if minutes is None else seconds / (60 * minutes))
+
+
+def _features(run: Run, cache: FeatureCache, rows: list[int], batch):
+    """None for online features; with `ram`, what is kept, computed on first use."""
+    if run.config.training.features == "online":
+        return None
+    rows = rows + [-1] * (run.config.training.batch_rows - len(rows))
+    features = cache.get(rows)
+    if features is None:
+        features = compute_features(run.setup, run.frozen, batch)
+        cache.put(rows, features)
+    return features
+
+
+def _step_metrics(run: Run, step: int, outcome, batch) -> dict[str, Any]:
+    meter = AcceptanceMeter(run.config.training.ttt_steps)
+    meter.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids)
+    per_epoch = steps_an_epoch(run.train, run.config.training.batch_rows)
+    return {
+        "step": step + 1,
+        "epoch": round((step + 1) / per_epoch, 3),
+        "loss": float(outcome.loss),
+        "loss_by_step": np.asarray(outcome.losses).round(5).tolist(),
+        "grad_norm": float(outcome.grad_norm),
+        **meter.summary(),
+    }
+
+
+def evaluate(run: Run, state: TrainState) -> dict[str, Any]:
+    """Loss and acceptance on all held-out rows, with `evaluate_steps` draft steps."""
+    training = run.config.training
+    setup = run.setup._replace(steps=training.evaluate_steps)
+    meter, losses = AcceptanceMeter(training.evaluate_steps), []
+    for rows, batch in batches_in_order(run.heldout, training.batch_rows):
+        features = _features(run, run.heldout_cache, rows, batch)
+        outcome = evaluate_batch(setup, run.frozen, state.trainable, batch, features)
+        meter.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids)
+        losses.append((float(outcome.losses[0]), int(np.asarray(outcome.counts.total)[0])))
+    weight = max(sum(count for _, count in losses), 1)
+    return {"loss_first_step": sum(loss * count for loss, count in losses) / weight, **meter.summary()}
+
+
+def _save(run: Run, state: TrainState, heldout: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    heldout = evaluate(run, state) if heldout is None else heldout
+    extra = {"heldout": heldout, "seconds": seconds}
+    run.checkpoints.save(int(state.step), state, extra, heldout["simulated_tau"])
+    return heldout
+
+
+def _finish(run: Run, state: TrainState, folder: Path, heldout: dict[str, Any], say) -> dict[str, Any]:
+    """Exports the checkpoint with the best held-out tau and writes result.json, in that order."""
+    best, step = run.checkpoints.best_step(), int(state.step)
+    if best is not None and best != step:
+        state, extra, step = run.checkpoints.restore(state, best)
+        heldout = extra["heldout"]
+    params = {**jax.tree.map(jnp.asarray, state.trainable), "embed_tokens": run.frozen.embedding}
+    dtype = jnp.dtype(run.config.target.dtype)
+    facts = {**run.draft.facts, "training": {"step": step, "ttt_steps": run.config.training.ttt_steps, **heldout}}
+    draft = Draft(run.draft.config, run.draft.graph, jax.tree.map(lambda p: p.astype(dtype), params), run.draft.d2t, facts)
+    save_draft(draft, folder / "export", run.config.training.ttt_steps)
+    say(f"draft written to {folder / 'export'} (step {step}, held-out simulated tau {heldout['simulated_tau']:.3f})")
+    result = {
+        "name": run.config.name,
+        "step": step,
+        "total_steps": run.total_steps,
+        "taps": list(run.draft.taps),
+        "heldout": heldout,
+        "supervised_tokens": run.train.report.supervised_tokens,
+        "export": str(folder / "export"),
+    }
+    run_folder.write_json(folder / "result.json", result)
+    return result
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """result.json of a finished run."""
+    try:
+        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"no finished run in {folder} / {error}") from error

@@ -1,0 +1,125 @@
+"""`eagle3 data generate`: counts, bad input, and going on after being stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eagle3_jax.data import answers
+from tests.cli.tiny_target import read_rows, write_prompts
+
+PROMPTS = [[word * n] for n in range(1, 7) for word in ("ab ", "what ")]
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    return write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
+
+
+@pytest.fixture
+def command(target, tmp_path, prompts) -> list[str]:
+    options = ["--target", target, "--prompts", prompts, "--out", tmp_path / "out.jsonl", "--dtype", "float32"]
+    return ["data", "generate", *map(str, options), "--max-new-tokens", "24", "--slots", "4"]
+
+
+def test_answers_and_counts(eagle3, command, tmp_path):
+    result = eagle3(*command, "--json", tmp_path / "counts.json", "--max-prompt", 42)
+    assert result.code == 0 and result.out == ""
+    rows, counts = read_rows(tmp_path / "out.jsonl"), json.loads((tmp_path / "counts.json").read_text())
+    assert counts["prompts"] == len(PROMPTS) and counts["already_there"] == 0
+    assert counts["written"] == len(rows) > 0 and counts["too_long"] == len(PROMPTS) - len(rows) > 0
+    assert counts["tokens"] == sum(sum(row["loss_mask"]) for row in rows)
+    assert counts["tok_s"] == pytest.approx(counts["tokens"] / counts["seconds"])
+    assert f"{len(rows)} answers written" in result.err
+
+
+def test_a_limit_can_be_raised_later(eagle3, command, tmp_path):
+    assert eagle3(*command, "--limit", 3).code == 0
+    assert [row["id"] for row in read_rows(tmp_path / "out.jsonl")] == [0, 1, 2]
+    assert "3 were there" in eagle3(*command).err
+    assert [row["id"] for row in read_rows(tmp_path / "out.jsonl")] == list(range(len(PROMPTS)))
+
+
+def test_bad_input_is_one_line(eagle3, command, target, tmp_path, prompts):
+    out = tmp_path / "out.jsonl"
+    base = ("data", "generate", "--target", target, "--out", out)
+    assert "--self-prompt" in eagle3(*base).complaint
+    assert "--self-prompt" in eagle3(*base, "--prompts", prompts, "--self-prompt", 3).complaint
+    assert "no such file" in eagle3(*base, "--prompts", tmp_path / "nothing.jsonl").complaint
+    empty = write_prompts(tmp_path / "empty.jsonl", [])
+    assert "is empty" in eagle3(*base, "--prompts", empty).complaint
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"turns": ["a"]}\n{"turns": []}\n')
+    assert "broken.jsonl:2" in eagle3(*base, "--prompts", broken).complaint
+    assert "no such model" in eagle3("data", "generate", "--target", "no", "--out", out, "--prompts", prompts).complaint
+    assert "--slots" in eagle3(*command, "--slots", 0).complaint
+    assert "top_p" in eagle3(*command, "--top-p", 0).complaint
+    assert "context" in eagle3(*command, "--max-new-tokens", 256).complaint
+    assert "cannot write" in eagle3(*command, "--out", prompts / "below_a_file.jsonl").complaint
+    assert "did not begin" in eagle3(*command, "--out", prompts).complaint
+    assert not out.exists()
+
+
+def test_a_file_begun_with_other_settings_is_refused(eagle3, command, tmp_path, prompts):
+    assert eagle3(*command, "--limit", 1).code == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert "temperature 0.0, now 0.5" in eagle3(*command, "--temperature", 0.5).complaint
+    write_prompts(prompts, PROMPTS[1:])
+    assert "prompts" in eagle3(*command).complaint
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_self_prompts_are_written_once_and_answered(eagle3, target, tmp_path):
+    out = tmp_path / "out.jsonl"
+    command = ["data", "generate", "--target", target, "--out", out, "--dtype", "float32", "--slots", 8]
+    command += ["--max-new-tokens", 8]
+    assert eagle3(*command, "--self-prompt", 3).code == 0
+    assert [row["id"] for row in read_rows(out)] == [0, 1, 2]
+    prompts = tmp_path / "out.jsonl.prompts.jsonl"
+    stamp = prompts.stat().st_mtime_ns
+    assert "3 were there" in eagle3(*command, "--self-prompt", 3).err
+    assert prompts.stat().st_mtime_ns == stamp
+    assert "count 3, now 4" in eagle3(*command, "--self-prompt", 4).complaint
+
+
+def test_an_interrupt_leaves_a_file_that_can_be_continued(eagle3, command, tmp_path, monkeypatch):
+    append, written = answers._append, []
+
+    def interrupted(out, row):
+        if len(written) == 5:
+            raise KeyboardInterrupt
+        written.append(row)
+        append(out, row)
+
+    monkeypatch.setattr(answers, "_append", interrupted)
+    result = eagle3(*command)
+    assert result.code == 130 and result.out == ""
+    assert result.err.count("\n") == 1 and "run the same command again" in result.err
+    monkeypatch.undo()
+    assert "5 were there" in eagle3(*command).err
+    assert len(read_rows(tmp_path / "out.jsonl")) == len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_the_same_rows_come_out(eagle3, command, target, tmp_path):
+    prompts = write_prompts(tmp_path / "many.jsonl", [[f"{'abcdefgh'[i % 8]} {'what ' * (i % 5)}"] for i in range(60)])
+    command = [*command, "--prompts", str(prompts), "--temperature", "0.8", "--max-new-tokens", "48"]
+    assert eagle3(*command, "--out", tmp_path / "whole.jsonl").code == 0
+    out = tmp_path / "out.jsonl"
+    script = "import sys; from eagle3_jax.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    # The same matmul precision as in this process, so that both sample from the same numbers.
+    environment = os.environ | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    process = subprocess.Popen([sys.executable, "-c", script, *command], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while (not out.exists() or out.stat().st_size == 0) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=60) == -signal.SIGKILL, "it had finished before it could be killed"
+    assert 0 < out.read_bytes().count(b"\n") < 60
+    assert eagle3(*command).code == 0
+    assert read_rows(out) == read_rows(tmp_path / "whole.jsonl")

@@ -1,0 +1,67 @@
+"""config.json of a decoder: what is read, what is refused, what is warned about."""
+
+import pytest
+
+from eagle3_jax.errors import UserError
+from eagle3_jax.models.config import decoder_config, decoder_config_to_hf
+from tests.tiny import target_config
+
+
+def test_sizes_are_read() -> None:
+    config = decoder_config(target_config())
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 2, 32)
+    assert (config.max_positions, config.rms_norm_eps, config.rope.theta) == (128, 1e-5, 500000.0)
+    assert config.facts == {
+        "hidden_size": 64,
+        "num_layers": 8,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "vocab_size": 512,
+    }
+
+
+def test_derived_sizes() -> None:
+    raw = target_config()
+    del raw["head_dim"], raw["num_key_value_heads"]
+    config = decoder_config(raw)
+    assert config.head_dim == 16 and config.num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"model_type": "qwen3"},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ],
+)
+def test_writing_and_reading_are_inverse(changes: dict) -> None:
+    config = decoder_config(target_config(**changes))
+    assert decoder_config(decoder_config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"vocab_size": "512"}, "lacks vocab_size"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised with 'awq'"),
+        ({"sliding_window": 8}, "sliding_window 8"),
+        ({"hidden_size": 66, "head_dim": None}, "no multiple of num_attention_heads"),
+    ],
+)
+def test_what_is_not_supported_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        decoder_config(target_config(**changes), "here/config.json")
+    assert str(caught.value).startswith("here/config.json") and "\n" not in str(caught.value)
+
+
+def test_a_window_that_is_switched_off_is_accepted() -> None:
+    assert decoder_config(target_config(sliding_window=8, use_sliding_window=False)).max_positions == 128
+
+
+def test_unknown_keys_are_named_in_a_warning() -> None:
+    with pytest.warns(UserWarning, match="ignored: logit_softcap, zeta"):
+        decoder_config(target_config(zeta=1, logit_softcap=30.0, unset=None))

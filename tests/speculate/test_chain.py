@@ -1,0 +1,153 @@
+"""Chain speculation against a cache-free reference round by round, and training against serving.
+
+The reference (golden chain/*) recomputes everything from true target features in each round. Parity: what the training
+graph predicts is what the server proposes, at every round and depth.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import eagle3_jax as e3
+from eagle3_jax.speculate.generate import pad_prompts, pair
+from eagle3_jax.speculate.round import prefill, speculate
+from tests.tiny import random_draft, relative
+
+CASES = ["base", "headdim", "nbr", "normout", "qwen3draft"]
+DEPTH, NEW = 5, 32
+
+
+class Case(NamedTuple):
+    target: e3.Target
+    draft: e3.Draft
+    prompts: list[list[int]]
+    answers: list[e3.Result]
+    expected: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def results(golden: Callable[[str], Path], golden_pair) -> Callable[[str], Case]:
+    """Each golden case generated once, its prompts as one batch."""
+    done: dict[str, Case] = {}
+
+    def get(name: str) -> Case:
+        if name not in done:
+            folder = golden(f"chain/{name}")
+            facts = json.loads((folder / "rounds.json").read_text())
+            assert (facts["target"], facts["K"], facts["new_tokens"]) == ("targets/llama_gqa", DEPTH, NEW)
+            expected = load_file(folder / "expected.safetensors")
+            target, draft = golden_pair[0], e3.load_draft(golden(facts["draft"]))
+            prompts = expected["prompts"].tolist()
+            answers = e3.generate(
+                target, draft, prompts, max_new_tokens=NEW, strategy=f"chain:{DEPTH}", stop_token_ids=()
+            )
+            done[name] = Case(target, draft, prompts, answers, expected)
+        return done[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rounds_equal_the_reference(results, name: str) -> None:
+    case = results(name)
+    for i, answer in enumerate(case.answers):
+        for kind in ("tokens", "accepted", "drafts"):
+            assert getattr(answer, kind) == case.expected[f"{i}.spec.{kind}"].tolist(), (i, kind)
+        assert answer.finish_reason == "length"
+        assert answer.tau == 1 + np.mean(answer.accepted)
+    assert max(max(answer.accepted) for answer in case.answers) > 0  # or deep rounds were never tried
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_draft_reads_the_features_of_the_reference(results, name: str) -> None:
+    case = results(name)
+    taps = case.target.forward(np.asarray(case.prompts), taps=case.draft.taps).taps
+    fused = e3.fuse(taps, case.draft.taps)
+    for i in range(len(case.prompts)):
+        assert relative(fused[i], case.expected[f"{i}.features"]) < 1e-4
+
+
+def round_starts(answer: e3.Result) -> list[int]:
+    """Tokens committed before each round, the first one from prefill included."""
+    return np.cumsum([1, *(a + 1 for a in answer.accepted[:-1])]).tolist()
+
+
+def compare_with_training(target: e3.Target, draft: e3.Draft, prompts, answers, depth: int) -> int:
+    """Asserts parity on whole answers fed to the training graph; returns how many draft tokens were compared.
+
+    A round with g tokens committed drafts from slot P-2+g, the last token with features. The graph is teacher-forced,
+    so depth d can be compared while the drafts before it were right: the first wrong one included.
+    """
+    texts = np.asarray([p + a.tokens for p, a in zip(prompts, answers, strict=True)])
+    features = target.forward(texts, taps=draft.taps).taps
+    steps = [np.asarray(jnp.argmax(x, axis=-1)) for x in draft.ttt_forward(features, texts, depth)]
+    compared = 0
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        for start, accepted, drafts in zip(round_starts(answer), answer.accepted, answer.drafts, strict=True):
+            slot = len(prompt) - 2 + start
+            for d in range(min(accepted + 1, depth, texts.shape[1] - 1 - slot)):
+                assert int(draft.d2t[steps[d][i, slot]]) == drafts[d], (i, start, d)
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_predicts_what_serving_proposes(results, name: str) -> None:
+    case = results(name)
+    rounds = sum(len(answer.accepted) for answer in case.answers)
+    assert compare_with_training(case.target, case.draft, case.prompts, case.answers, DEPTH) > rounds
+
+
+def test_training_predicts_what_an_untrained_draft_proposes(tiny_target) -> None:
+    draft = random_draft(tiny_target, taps=(6, 1, 8), layers=2, norm_before_fc=True, norm_output=True)
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    answers = e3.generate(tiny_target, draft, prompts, max_new_tokens=12, strategy="chain:3", stop_token_ids=())
+    assert compare_with_training(tiny_target, draft, prompts, answers, 3) >= sum(len(a.accepted) for a in answers)
+
+
+def test_the_first_round_equals_training_at_every_depth(results) -> None:
+    """Fed with the draft's own tokens, the training graph must agree beyond the first wrong one too."""
+    case = results("base")
+    texts = np.asarray([p + a.tokens[:1] + a.drafts[0] for p, a in zip(case.prompts, case.answers, strict=True)])
+    features = case.target.forward(texts, taps=case.draft.taps).taps
+    slot = len(case.prompts[0]) - 1
+    steps = case.draft.ttt_forward(features, texts, DEPTH)
+    for i, answer in enumerate(case.answers):
+        predicted = [int(case.draft.d2t[int(jnp.argmax(logits[i, slot]))]) for logits in steps]
+        assert predicted == answer.drafts[0]
+
+
+def test_served_features_are_those_of_a_plain_forward(results) -> None:
+    """What the draft is handed after prefill and after a round, read from the compiled round's own state."""
+    case = results("base")
+    models, weights = pair(case.target, case.draft)
+    ids, lengths = pad_prompts(case.prompts)
+    state, first = prefill(models, 128, DEPTH, weights, ids, lengths, None)
+    texts = np.asarray([p + a.tokens for p, a in zip(case.prompts, case.answers, strict=True)])
+    plain = case.target.forward(texts, taps=case.draft.taps).taps
+    size = len(case.prompts[0])
+    assert state.draft.features.tap_set == plain.tap_set == case.draft.taps
+    assert first.tolist() == [a.tokens[0] for a in case.answers]
+    for served, full in zip(state.draft.features.arrays, plain.arrays, strict=True):
+        assert relative(served[:, 0], full[:, size - 1]) < 1e-5
+    state, committed = speculate(models, DEPTH, weights, state)
+    assert state.draft.features.tap_set == case.draft.taps
+    for i, count in enumerate(np.asarray(state.draft.count)):
+        assert count == committed.accepted[i] + 1
+        for served, full in zip(state.draft.features.arrays, plain.arrays, strict=True):
+            assert relative(served[i, :count], full[i, size : size + count]) < 1e-5
+        assert state.draft.next_ids[i, :count].tolist() == texts[i, size + 1 : size + 1 + count].tolist()
+
+
+def test_a_round_refuses_features_of_other_taps(golden_pair) -> None:
+    models, weights = pair(*golden_pair)
+    ids, lengths = pad_prompts([[5, 6, 7]] * 2)
+    wrong = models._replace(taps=e3.TapSet([4, 2, 5]))
+    with pytest.raises(e3.WiringError, match=r"expected \[block 2 .* got \[block 4"):
+        prefill.lower(wrong, 128, 3, weights, ids, lengths, None)

@@ -1,0 +1,111 @@
+"""Small models for tests: a random Llama target written as a Hugging Face folder, and a random draft that fits it.
+
+Eight blocks, so that taps [2, 4, 6] are apart; heads * head_dim != hidden, grouped queries and norms far from one, so
+that a mixed-up dimension or a forgotten norm changes numbers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from eagle3_jax.draft.config import DraftConfig
+from eagle3_jax.draft.draft import Draft, draft_graph, new_draft
+from eagle3_jax.models.config import decoder_config
+from eagle3_jax.models.llama import LlamaForCausalLM
+from eagle3_jax.models.target import Target
+from eagle3_jax.models.weights import abstract_params, insert
+from eagle3_jax.taps import TapSet
+
+TAPS = (2, 4, 6)
+SCATTERED = np.arange(0, 512, 4)  # the draft vocabulary: every fourth target id
+
+
+def target_config(**changes: Any) -> dict[str, Any]:
+    """A config.json dictionary; changes replace or add keys."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "eos_token_id": 2,
+    } | changes
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    """float32 weights by checkpoint name: norms around one, embeddings 0.3, everything else 0.1."""
+    rng = np.random.default_rng(seed)
+
+    def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        noise = rng.standard_normal(shape)
+        if "norm" in name:
+            noise = 1 + 0.3 * noise
+        else:
+            noise *= 0.3 if "embed_tokens" in name else 0.1
+        return noise.astype(np.float32)
+
+    return {name: tensor(name, shape) for name, shape in sorted(shapes.items())}
+
+
+def target_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    _, shapes = abstract_params(nnx.eval_shape(lambda: LlamaForCausalLM(decoder_config(config))))
+    return random_tensors(shapes, seed)
+
+
+def write_target(folder: Path, seed: int = 0, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> Path:
+    """Writes config.json and model.safetensors of a random target and returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = target_config(**changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(target_tensors(config, seed) if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def random_draft(target: Target, taps=TAPS, d2t=SCATTERED, seed: int = 1, layers: int = 1, **flags: bool) -> Draft:
+    """An untrained draft for `target` in memory, embedding included; flags are the norm flags of DraftConfig."""
+    raw = target_config(num_hidden_layers=layers, num_key_value_heads=1, head_dim=16)
+    decoder = decoder_config(raw | {"vocab_size": target.config.vocab_size})
+    config = DraftConfig(decoder, TapSet(taps), len(d2t), target.config.hidden_size, **flags)
+    _, shapes = draft_graph(config)
+    params: dict = {}
+    for name, array in random_tensors(shapes, seed).items():
+        insert(params, name, jnp.asarray(array))
+    facts = {"target": {"fingerprint": target.fingerprint}}
+    return new_draft(config, params, np.asarray(d2t), facts)
+
+
+def with_fc(draft: Draft, weight: np.ndarray) -> Draft:
+    """The same draft with another fc weight, [H, A*H]."""
+    return draft.with_params({**draft.params, "fc": {"weight": jnp.asarray(weight, jnp.float32)}})
+
+
+def not_a_number(draft: Draft) -> Draft:
+    """The same draft with every weight NaN."""
+    return draft.with_params(jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), draft.params))
+
+
+def ids_of(seed: int, *shape: int, vocab_size: int = 512) -> np.ndarray:
+    """Random token ids, int32."""
+    return np.random.default_rng(seed).integers(3, vocab_size, shape).astype(np.int32)
+
+
+def relative(got, expected) -> float:
+    """Norm of the difference over the norm of the reference."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30))
