@@ -1,4 +1,4 @@
-"""Training configs: typed, strict YAML with `a.b=c` overrides. An unknown key is an error that names the nearest one."""
+"""Training configs: typed, strict YAML with `a.b=c` overrides. An unknown key is an error naming the nearest one."""
 
 import difflib
 from pathlib import Path
@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from eagle3_jax.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TargetConfig(_Strict):
@@ -59,7 +60,7 @@ class OptimiserConfig(_Strict):
     muon_learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.015
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(gt=0)] = 0.5
 
@@ -80,7 +81,7 @@ class TrainingConfig(_Strict):
     feature_loss: Annotated[float, Field(ge=0)] = 0.0
     features: Literal["online", "ram"] = "online"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     checkpoint_every: Positive = 200
     evaluate_every: Positive = 100
     evaluate_steps: Annotated[int, Field(ge=1, le=16)] = 5
@@ -114,6 +115,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the config / {path} / {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 text (byte {error.start}) / {path} / save the config as UTF-8") from error
     except yaml.YAMLError as error:
         raise UserError(f"not valid YAML / {path} / {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
@@ -142,18 +145,37 @@ def _override(raw: dict[str, Any], override: str) -> None:
 
 
 def _first_fault(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    path = [str(part) for part in fault["loc"]]
-    key = ".".join(path)
-    if fault["type"] != "extra_forbidden":
-        return f"config key {key}: {fault['msg']}" if key else f"config: {fault['msg']}"
-    near = difflib.get_close_matches(key, _all_keys(Config), n=1, cutoff=0.0)
-    return f"unknown config key {key} / did you mean {near[0]}?"
+    faults = error.errors()
+    key = _key(faults[0]["loc"])
+    if faults[0]["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _all_keys(Config), n=1, cutoff=0.0)
+        return f"unknown config key {key} / did you mean {near[0]}?"
+    # A value of several types has a fault for each.
+    reasons = " or ".join(dict.fromkeys(fault["msg"] for fault in faults if _key(fault["loc"]) == key))
+    return f"config key {key}: {reasons}" if key else f"config: {reasons}"
+
+
+def _key(location: tuple[str | int, ...]) -> str:
+    """The dotted key of a fault, without what pydantic adds inside a value (list index, branch of a union)."""
+    parts, model = [], Config
+    for part in location:
+        parts.append(str(part))
+        field = model.model_fields.get(str(part))
+        if field is None or not _is_section(field.annotation):
+            break
+        model = field.annotation
+    return ".".join(parts)
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Dotted keys of all values and sections."""
     keys = []
     for name, field in model.model_fields.items():
-        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        keys += _all_keys(field.annotation, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
+        keys.append(f"{prefix}{name}")
+        if _is_section(field.annotation):
+            keys += _all_keys(field.annotation, f"{prefix}{name}.")
     return keys
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -81,6 +81,24 @@ def tiny_draft(tiny_target):
 
 
 @pytest.fixture(scope="session")
+def shallow_target(tmp_path_factory: pytest.TempPathFactory):
+    """Like `tiny_target` with two blocks: where depth does not matter, it compiles several times faster."""
+    import eagle3_jax as e3
+    from tests.tiny import write_target
+
+    folder = write_target(tmp_path_factory.mktemp("shallow") / "target", seed=4, num_hidden_layers=2)
+    return e3.load_target(folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def shallow_draft(shallow_target):
+    """A random draft for `shallow_target`, reading [embedding, block 1 input, last output]."""
+    from tests.tiny import random_draft
+
+    return random_draft(shallow_target, taps=(0, 1, 2))
+
+
+@pytest.fixture(scope="session")
 def golden_pair(golden):
     """(target, draft) of golden targets/llama_gqa and drafts/base in float32; the draft is often right."""
     import eagle3_jax as e3

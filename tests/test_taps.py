@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -272,7 +271,7 @@ def test_another_set_is_another_compilation() -> None:
 
 
 def test_a_normed_teacher_is_refused(tiny_target) -> None:
-    model: LlamaForCausalLM = nnx.merge(tiny_target.graph, tiny_target.params)
+    model: LlamaForCausalLM = tiny_target.graph.merge(tiny_target.params)
     hidden = jax.ShapeDtypeStruct((1, 3, tiny_target.config.hidden_size), jnp.float32)
     head = lambda array, normed: model.logits(LastHidden(array, normed))  # noqa: E731
     assert jax.eval_shape(lambda a: head(a, False), hidden).shape == (1, 3, 512)
@@ -318,7 +317,7 @@ def test_each_part_of_fc_reads_exactly_its_tap(golden, golden_pair, which: int) 
     expected = load_file(golden("targets/llama_gqa") / "expected.safetensors")  # hidden states recorded by hooks on HF
     out = target.forward(expected["input_ids"], taps=draft.taps)
     chosen = selecting(draft, which)
-    projected = nnx.merge(chosen.graph, chosen.params).project(out.taps)
+    projected = chosen.graph.merge(chosen.params).project(out.taps)
     np.testing.assert_array_equal(projected, out.taps.arrays[which])
     distance = [relative(projected, expected[f"hidden.{k}"]) for k in range(target.num_layers)]
     tap = list(draft.taps)[which]
@@ -328,7 +327,7 @@ def test_each_part_of_fc_reads_exactly_its_tap(golden, golden_pair, which: int) 
 
 def test_the_draft_refuses_features_of_other_taps(golden_pair) -> None:
     target, draft = golden_pair
-    model = nnx.merge(draft.graph, draft.params)
+    model = draft.graph.merge(draft.params)
     for wrong in ([4, 2, 5], [3, 5, 6], [0, 2, 4], [2, 4], [2, 4, 5, 6]):
         given = Taps([jnp.zeros((1, 4, 64)) for _ in wrong], TapSet(wrong))
         assert_refused(lambda given=given: jax.eval_shape(model.project, given), list(draft.taps), wrong)

@@ -64,10 +64,15 @@ def run_demo(config: Config, size: DemoSize, progress: Callable, say: Callable[[
 
 
 def heldout_prompts(target: Target, count: int) -> list[list[int]]:
-    """Token ids of the first `count` bundled held-out prompts, as the server would feed them."""
+    """Token ids of `count` bundled held-out prompts, as a server would feed them.
+
+    The last ones of the file, since training evaluates on answers to the first; those of at most 64 tokens, so that
+    one prompt shape is compiled.
+    """
     file = resources.files("eagle3_jax.bench") / "demo_prompts" / "heldout.jsonl"
-    turns = read_prompts(Path(str(file)))[:count]
-    return [list(map(int, prompt_ids(target.tokenizer, [{"role": "user", "content": t[0]}]))) for t in turns]
+    turns = reversed(read_prompts(Path(str(file))))
+    ids = (list(map(int, prompt_ids(target.tokenizer, [{"role": "user", "content": t[0]}]))) for t in turns)
+    return [prompt for prompt in ids if 32 < len(prompt) <= 64][:count]
 
 
 def _measure(target: Target, config: Config, prompts, size: DemoSize, say) -> dict[str, Any]:
@@ -104,14 +109,12 @@ def _measure(target: Target, config: Config, prompts, size: DemoSize, say) -> di
 
 
 def _identity(config: Config, prompts, strategy: str, tokens: int) -> dict[str, Any]:
-    """identical: whether speculation gives plain decoding's tokens in float32; and both taus there, which must agree."""
+    """identical: whether speculation gives plain decoding's tokens in float32, all prompts as one ragged batch."""
     target = load_target(config.target.path, "float32")
     draft = load_draft(config.run_dir / "export", "float32", target=target)
-    depth = parse_strategy(strategy)
     with jax.default_matmul_precision("highest"):
-        # Some tokens longer than measured: the walk must know what follows the last round.
-        plain = generate(target, None, prompts, tokens + depth + 1, stop_token_ids=())
-        chain = generate(target, draft, prompts, tokens + depth + 1, strategy, stop_token_ids=())
+        plain = generate(target, None, prompts, tokens)
+        chain = generate(target, draft, prompts, tokens, strategy)
     return {"identical": all(a.tokens == b.tokens for a, b in zip(plain, chain, strict=True))}
 
 

@@ -50,9 +50,9 @@ def measure(
     """Generates greedily from every prompt with every strategy, `batch` prompts at a time."""
     groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
     tallies = {strategy: Tally() for strategy in strategies}
-    for shape in {_shape(group): group for group in groups}.values():
+    for representative in {_shape(group): group for group in groups}.values():
         for strategy in strategies:
-            generate(target, draft, shape, max_new_tokens, strategy)
+            generate(target, draft, representative, max_new_tokens, strategy)
     for finished, group in enumerate(groups, start=1):
         for strategy in strategies:
             begin = time.perf_counter()

@@ -9,12 +9,18 @@ import sys
 
 import typer
 
+from eagle3_jax.cli.bench import bench_command
 from eagle3_jax.cli.data import data_app
+from eagle3_jax.cli.demo import demo_command
 from eagle3_jax.cli.generate import generate_command
+from eagle3_jax.cli.train import train_command
 from eagle3_jax.errors import UserError
 
 app = typer.Typer(name="eagle3", add_completion=False)
 app.command("generate")(generate_command)
+app.command("bench")(bench_command)
+app.command("demo")(demo_command)
+app.command("train")(train_command)
 app.add_typer(data_app, name="data")
 
 

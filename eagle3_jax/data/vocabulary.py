@@ -26,7 +26,7 @@ def draft_vocabulary(
     if size == vocab_size:
         return np.arange(vocab_size, dtype=np.int32)
     forced = np.unique(np.asarray(list(always), dtype=np.int64))
-    if forced.size and not (0 <= forced[0] and forced[-1] < vocab_size):
+    if forced.size and not (forced[0] >= 0 and forced[-1] < vocab_size):
         raise UserError(f"end tokens {forced.tolist()} are not all in 0..{vocab_size - 1}, the target's vocabulary")
     if forced.size > size:
         raise UserError(f"draft vocabulary size {size} cannot hold the {forced.size} end tokens; raise it")

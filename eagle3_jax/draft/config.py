@@ -10,9 +10,24 @@ from eagle3_jax.taps import TapSet, WiringError, require
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _KNOWN = frozenset(
-    "architectures auto_map draft_vocab_size dtype torch_dtype eagle_aux_hidden_state_layer_ids embed_requires_grad "
-    "speculators_config speculators_model_type speculators_version target_hidden_size tie_word_embeddings "
-    "transformer_layer_config transformers_version eagle3_jax has_no_defaults_at_init".split()
+    [
+        "architectures",
+        "auto_map",
+        "draft_vocab_size",
+        "dtype",
+        "torch_dtype",
+        "eagle_aux_hidden_state_layer_ids",
+        "embed_requires_grad",
+        "speculators_config",
+        "speculators_model_type",
+        "speculators_version",
+        "target_hidden_size",
+        "tie_word_embeddings",
+        "transformer_layer_config",
+        "transformers_version",
+        "eagle3_jax",
+        "has_no_defaults_at_init",
+    ]
 ) | frozenset(_FLAGS)
 
 

@@ -23,7 +23,16 @@ from eagle3_jax.draft.ttt import document_positions, ttt_forward
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.fingerprint import differing_facts, same_weights
 from eagle3_jax.models.target import Target, resolve
-from eagle3_jax.models.weights import Params, abstract_params, fill, flatten, read_json, read_tensors, safetensors_files
+from eagle3_jax.models.weights import (
+    Graph,
+    Params,
+    abstract_params,
+    fill,
+    flatten,
+    read_json,
+    read_tensors,
+    safetensors_files,
+)
 from eagle3_jax.taps import Taps, TapSet
 
 EMBEDDING = "embed_tokens.weight"
@@ -34,7 +43,7 @@ class Draft:
     """A draft. d2t: int32 [Vd], the target id of each draft id (absolute). facts: verifier, target, training facts."""
 
     config: DraftConfig
-    graph: nnx.GraphDef
+    graph: Graph
     params: Params
     d2t: np.ndarray
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -76,13 +85,15 @@ class Draft:
             raise UserError("the draft stores no embedding / call draft.bind(target) first")
         ids = jnp.asarray(np.asarray(ids), jnp.int32)
         documents = jnp.zeros_like(ids) if document_ids is None else jnp.asarray(np.asarray(document_ids), jnp.int32)
-        positions = document_positions(documents) if positions is None else jnp.asarray(np.asarray(positions), jnp.int32)
+        positions = (
+            document_positions(documents) if positions is None else jnp.asarray(np.asarray(positions), jnp.int32)
+        )
         return _ttt_forward(self.graph, steps, self.params, features, ids, positions, documents)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _ttt_forward(graph, steps, params, features, ids, positions, documents):
-    logits, _ = ttt_forward(nnx.merge(graph, params), features, ids, positions, documents, steps)
+    logits, _ = ttt_forward(graph.merge(params), features, ids, positions, documents, steps)
     return logits
 
 
@@ -121,7 +132,7 @@ def new_draft(config: DraftConfig, params: Params, d2t: np.ndarray, facts: dict[
     return Draft(config, graph, params, np.asarray(d2t, np.int32), facts)
 
 
-def draft_graph(config: DraftConfig) -> tuple[nnx.GraphDef, dict[str, tuple[int, ...]]]:
+def draft_graph(config: DraftConfig) -> tuple[Graph, dict[str, tuple[int, ...]]]:
     """The network's graph and {checkpoint name: shape}, nothing allocated."""
     return abstract_params(nnx.eval_shape(lambda: DraftModel(config)))
 

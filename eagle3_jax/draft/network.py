@@ -64,7 +64,12 @@ class DraftModel(nnx.Module):
         return self.fc(fused if self.input_norm is None else self.input_norm(fused))
 
     def __call__(
-        self, hidden: Float[Array, "B T H"], ids: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, caches
+        self,
+        hidden: Float[Array, "B T H"],
+        ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        caches,
     ):
         """One draft step: hidden of token t with the embedding of token t+1 at position t.
 

@@ -10,15 +10,61 @@ from eagle3_jax.models.rope import RopeConfig, rope_from_hf
 
 # Keys that change no number we compute: training facts, file facts, generation defaults.
 _HARMLESS = frozenset(
-    "architectures model_type dtype torch_dtype transformers_version use_cache initializer_range attention_dropout "
-    "bos_token_id eos_token_id pad_token_id auto_map output_attentions output_hidden_states return_dict chunk_size "
-    "hidden_dropout resid_pdrop embd_pdrop attn_implementation is_llama_config rope_interleaved hub_id "
-    "max_window_layers layer_types use_sliding_window cache_implementation id2label label2id problem_type".split()
+    [
+        "architectures",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+        "attention_dropout",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "auto_map",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size",
+        "hidden_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_implementation",
+        "is_llama_config",
+        "rope_interleaved",
+        "hub_id",
+        "max_window_layers",
+        "layer_types",
+        "use_sliding_window",
+        "cache_implementation",
+        "id2label",
+        "label2id",
+        "problem_type",
+    ]
 )
 _READ = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "hidden_act rms_norm_eps max_position_embeddings tie_word_embeddings attention_bias mlp_bias "
-    "rope_parameters rope_scaling rope_theta partial_rotary_factor pretraining_tp sliding_window".split()
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "partial_rotary_factor",
+        "pretraining_tp",
+        "sliding_window",
+    ]
 )
 
 

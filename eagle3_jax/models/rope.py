@@ -1,7 +1,7 @@
 """Rotary position embeddings, all Llama-family variants: default, linear, dynamic NTK, llama3, YaRN.
 
 Half-split ("rotate_half", NeoX) pairing. Frequencies follow Hugging Face `modeling_rope_utils` so that a checkpoint
-means the same here; both the transformers-5 key (`rope_parameters`) and the older `rope_theta` + `rope_scaling` are read.
+means the same here; the transformers-5 key `rope_parameters` and the older `rope_theta` + `rope_scaling` are read.
 """
 
 import math

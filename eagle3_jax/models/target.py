@@ -16,7 +16,7 @@ from eagle3_jax.models.attention import causal
 from eagle3_jax.models.config import DecoderConfig, decoder_config
 from eagle3_jax.models.fingerprint import target_fingerprint, tokenizer_fingerprint
 from eagle3_jax.models.llama import LlamaForCausalLM
-from eagle3_jax.models.weights import Params, abstract_params, fill, read_json, read_tensors, safetensors_files
+from eagle3_jax.models.weights import Graph, Params, abstract_params, fill, read_json, read_tensors, safetensors_files
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 
 _FAMILIES = {"LlamaForCausalLM": LlamaForCausalLM}
@@ -37,7 +37,7 @@ class Target:
 
     path: str
     config: DecoderConfig
-    graph: nnx.GraphDef
+    graph: Graph
     params: Params
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
@@ -79,7 +79,7 @@ class Target:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(graph, taps: TapSet | None, params: Params, ids, lengths):
-    model = nnx.merge(graph, params)
+    model = graph.merge(params)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     documents = jnp.where(positions < lengths[:, None], 0, -1)
     per_token = jnp.broadcast_to(lengths[:, None], ids.shape)

@@ -56,11 +56,31 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"not valid JSON / {path} / {error}") from error
 
 
-def abstract_params(module: nnx.Module) -> tuple[nnx.GraphDef, dict[str, tuple[int, ...]]]:
+class Graph:
+    """The static half of an nnx module, split once. Hashed once: hashing a GraphDef of 300 arrays takes 2.6 ms, and
+    jit hashes its static arguments at every call."""
+
+    __slots__ = ("_definition", "_hash")
+
+    def __init__(self, definition: nnx.GraphDef):
+        self._definition, self._hash = definition, hash(definition)
+
+    def merge(self, params: Params) -> Any:
+        """The module with these parameters, for use inside jit."""
+        return nnx.merge(self._definition, params)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Graph) and self._definition == other._definition)
+
+
+def abstract_params(module: nnx.Module) -> tuple[Graph, dict[str, tuple[int, ...]]]:
     """Splits a module made under `nnx.eval_shape`: its graph and {checkpoint name: shape}."""
     graph, state = nnx.split(module)
     flat = nnx.to_flat_state(state)
-    return graph, {".".join(map(str, path)): tuple(variable.shape) for path, variable in flat}
+    return Graph(graph), {".".join(map(str, path)): tuple(variable.shape) for path, variable in flat}
 
 
 def fill(

@@ -17,13 +17,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.models.attention import KV, cached, causal, empty_cache
 from eagle3_jax.models.llama import LlamaForCausalLM
-from eagle3_jax.models.weights import Params
+from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.speculate.sampling import Sampling, choose
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 
@@ -65,8 +64,8 @@ class Committed(NamedTuple):
 class Models(NamedTuple):
     """The static half of a pair: graphs, and the taps that the draft reads (None, None without a draft)."""
 
-    target: nnx.GraphDef
-    draft: nnx.GraphDef | None
+    target: Graph
+    draft: Graph | None
     taps: TapSet | None
 
 
@@ -83,7 +82,6 @@ def rows_needed(depth: int, batch: int) -> int:
     return max(depth + 1, 2 if batch == 1 else 1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def prefill(
     models: Models,
     cache_length: int,
@@ -93,36 +91,58 @@ def prefill(
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
 ) -> tuple[State, Int[Array, "B"]]:
-    """Reads ragged prompts ids [B, P] of `lengths` tokens. Returns the state and the first new token of each."""
-    target: LlamaForCausalLM = nnx.merge(models.target, weights.target)
+    """Reads ragged prompts ids [B, P] of `lengths` tokens. Returns the state and the first new token of each.
+
+    The state is ready for rounds of `depth` draft tokens; depth changes no compiled program here.
+    """
+    state, first = _read_prompts(models, cache_length, weights, ids, lengths, sampling)
+    if state.draft is None:
+        return state, first
+    rows = rows_needed(depth, ids.shape[0])
+    widened = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=1), (state.draft.features, state.draft.next_ids))
+    return state._replace(draft=DraftState(state.draft.cache, *widened, state.draft.count)), first
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _read_prompts(
+    models: Models,
+    cache_length: int,
+    weights: Weights,
+    ids: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    sampling: Sampling | None,
+) -> tuple[State, Int[Array, "B"]]:
+    """The compiled part of `prefill`; the draft's state has one row, the last slot of the prompt.
+
+    The first round extends over that slot: its entries are written once more, to the same values.
+    """
+    target: LlamaForCausalLM = models.target.merge(weights.target)
     batch, width = ids.shape
     positions = jnp.broadcast_to(jnp.arange(width), ids.shape)
     per_token = jnp.broadcast_to(lengths[:, None], ids.shape)
     decoder, dtype = target.config, target.model.embed_tokens.weight[...].dtype
     cache = empty_cache(decoder.num_layers, batch, decoder.num_kv_heads, cache_length, decoder.head_dim, dtype)
     last, taps, cache = target(ids, positions, _fill_cache, cache, models.taps, per_token)
-    newest = LastHidden(_row(last.before_norm(), lengths - 1), last.normed)
-    first = choose(target.logits(newest), lengths[:, None], sampling)[:, 0]
+    rows = rows_needed(0, batch)
+    newest = LastHidden(jnp.repeat(_row(last.before_norm(), lengths - 1), rows, axis=1), last.normed)
+    first = choose(target.logits(newest), jnp.repeat(lengths[:, None], rows, axis=1), sampling)[:, 0]
     if models.draft is None:
         return State(cache, lengths, first, None, sampling), first
-    draft: DraftModel = nnx.merge(models.draft, weights.draft)
+    draft: DraftModel = models.draft.merge(weights.draft)
     shape, dtype = draft.config.decoder, draft.fc.weight[...].dtype
     draft_cache = empty_cache(shape.num_layers, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
     next_ids = jnp.where(positions == lengths[:, None] - 1, first[:, None], jnp.roll(ids, -1, axis=1))
     taps = taps.map(lambda a: a.astype(dtype))
     _, draft_cache = draft(draft.project(taps), next_ids, positions, _fill_cache, draft_cache)
-    # The first round extends over one known slot, the last of the prompt: the same entries are written once more.
-    rows = rows_needed(depth, batch)
-    features = taps.map(lambda a: jnp.repeat(_row(a, lengths - 1), rows, axis=1))
-    ones = jnp.ones(batch, jnp.int32)
-    state = DraftState(draft_cache, features, jnp.repeat(first[:, None], rows, axis=1), ones)
+    features = taps.map(lambda a: _row(a, lengths - 1))
+    state = DraftState(draft_cache, features, first[:, None], jnp.ones(batch, jnp.int32))
     return State(cache, lengths, first, state, sampling), first
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
 def speculate(models: Models, depth: int, weights: Weights, state: State) -> tuple[State, Committed]:
     """One round with `depth` draft tokens; depth 0 is a plain decoding step."""
-    target: LlamaForCausalLM = nnx.merge(models.target, weights.target)
+    target: LlamaForCausalLM = models.target.merge(weights.target)
     batch = state.pending.shape[0]
     draft_cache, drafts = _draft_chain(models, depth, weights, state)
     rows = rows_needed(depth, batch)
@@ -148,7 +168,7 @@ def _draft_chain(models: Models, depth: int, weights: Weights, state: State) -> 
     batch = state.pending.shape[0]
     if depth == 0 or models.draft is None:
         return None if state.draft is None else state.draft.cache, jnp.zeros((batch, 0), jnp.int32)
-    draft: DraftModel = nnx.merge(models.draft, weights.draft)
+    draft: DraftModel = models.draft.merge(weights.draft)
     known = state.draft
     start = state.length - known.count
     positions = start[:, None] + jnp.arange(known.next_ids.shape[1])

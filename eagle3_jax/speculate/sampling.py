@@ -20,9 +20,7 @@ class Sampling(NamedTuple):
     top_k: Int[Array, "B"]
 
 
-def choose(
-    logits: Float[Array, "B R V"], positions: Int[Array, "B R"], sampling: Sampling | None
-) -> Int[Array, "B R"]:
+def choose(logits: Float[Array, "B R V"], positions: Int[Array, "B R"], sampling: Sampling | None) -> Int[Array, "B R"]:
     """int32 token ids; positions: the absolute position each chosen token will have. None = greedy."""
     if sampling is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -5,6 +5,8 @@ fingerprint, are stored as JSON in each checkpoint and compared before anything 
 """
 
 import hashlib
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,16 @@ def wiring_facts(taps: TapSet, d2t: np.ndarray, target_fingerprint: dict[str, An
     return {"taps": list(taps), "d2t": digest, "target": target_fingerprint["hash"]}
 
 
+def _os_error(message: str) -> str | None:
+    """The operating system's words in an error of tensorstore; None for any other error."""
+    found = re.search(r"([^:]+) \[os_error_code=", message)
+    return None if found is None else found[1].strip()
+
+
+def _tau(metrics: dict[str, float]) -> float:
+    return metrics["simulated_tau"]
+
+
 class Checkpoints:
     """The newest checkpoint of a run and the best by held-out tau. A save is complete or invisible."""
 
@@ -30,11 +42,12 @@ class Checkpoints:
         keep = ocp.checkpoint_managers.AnyPreservationPolicy(
             [
                 ocp.checkpoint_managers.LatestN(1),
-                ocp.checkpoint_managers.BestN(get_metric_fn=lambda m: m["simulated_tau"], n=1),
+                ocp.checkpoint_managers.BestN(get_metric_fn=_tau, n=1, keep_checkpoints_without_metrics=False),
             ]
         )
+        # best_fn besides the policy: without it orbax stores no metrics and takes the newest for the best.
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False
+            best_fn=_tau, preservation_policy=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False
         )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
         self._folder = folder
@@ -43,17 +56,26 @@ class Checkpoints:
     def latest(self) -> int | None:
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any, extra: dict[str, Any], simulated_tau: float) -> None:
-        """Writes state (a pytree of arrays) and extra (JSON) as `step`, unless that step is there already."""
+    def save(self, step: int, state: Any, extra: dict[str, Any], simulated_tau: float | None) -> None:
+        """Writes state (a pytree of arrays) and extra (JSON) as `step`, unless that step is there already.
+
+        simulated_tau: held out; None for a checkpoint to go on from that is no candidate for the best.
+        """
         if self.latest == step:
             return
         items = {"state": ocp.args.StandardSave(state), "facts": ocp.args.JsonSave(self._facts | {"extra": extra})}
         try:
-            self._manager.save(step, args=ocp.args.Composite(**items), metrics={"simulated_tau": simulated_tau})
+            metrics = None if simulated_tau is None else {"simulated_tau": simulated_tau}
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
             self._manager.wait_until_finished()
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"cannot write checkpoint {step} / {self._folder} / {reason}; free space, --resume") from error
+        except (OSError, ValueError) as error:
+            # What was begun would fill the disk further. tensorstore reports its write errors as ValueError.
+            shutil.rmtree(self._folder / f"{step}.orbax-checkpoint-tmp", ignore_errors=True)
+            reason = error.strerror or str(error) if isinstance(error, OSError) else _os_error(str(error))
+            if reason is None:
+                raise
+            message = f"cannot write checkpoint {step} / {self._folder} / {reason} / free space, --resume"
+            raise UserError(message) from error
 
     def restore(self, template: Any, step: int | None = None) -> tuple[Any, dict[str, Any], int]:
         """(state, extra, step) of the newest or the given checkpoint, after comparing the wiring facts."""
@@ -64,7 +86,10 @@ class Checkpoints:
             require(TapSet(facts["taps"]), TapSet(self._facts["taps"]))
             if facts != self._facts:
                 differing = [key for key in facts if facts[key] != self._facts.get(key)]
-                raise UserError(f"checkpoint {step} was made with another {', '.join(differing)} / {self._folder}")
+                raise UserError(
+                    f"checkpoint {step} was made with another {', '.join(differing)} / {self._folder} / "
+                    "use the same target, data and --init-from, or another name"
+                )
             restore = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, template))
             state = self._manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
         except (OSError, ValueError, KeyError) as error:
@@ -74,6 +99,7 @@ class Checkpoints:
         return state, extra, step
 
     def best_step(self) -> int | None:
+        """The step with the highest held-out tau, the later of equals; None if there is none."""
         return self._manager.best_step()
 
     def close(self) -> None:

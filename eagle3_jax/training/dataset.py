@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from eagle3_jax.data.packing import Packed, pack
-from eagle3_jax.data.records import read_records
+from eagle3_jax.data.records import Conversation, read_records
 from eagle3_jax.data.template import Document, tokenise
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
@@ -26,13 +26,16 @@ class Documents:
 def read_documents(files: str | list[str], target: Target, limit: int | None = None) -> Documents:
     """Reads and tokenises training files. Rows that cannot be masked exactly are left out and counted.
 
-    Raises UserError for unreadable files, or if more than a tenth of the rows had to be left out.
+    Raises UserError for unreadable files, conversations without a tokenizer, or if more than a tenth of the rows had to
+    be left out.
     """
     records = [r for file in ([files] if isinstance(files, str) else files) for r in read_records(Path(file))]
+    chats = any(isinstance(record, Conversation) for record in records)
+    tokenizer = target.require_tokenizer() if chats else None
     items, refusals = [], []
     for record in records[:limit]:
         try:
-            items.append(tokenise(target.tokenizer, record, target.config.vocab_size))
+            items.append(tokenise(tokenizer, record, target.config.vocab_size))
         except UserError as error:
             refusals.append(str(error))
     if len(refusals) > 0.1 * len(records[:limit]):

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Int
 
 from eagle3_jax.draft.ttt import document_positions
 from eagle3_jax.models.attention import causal
 from eagle3_jax.models.llama import LlamaForCausalLM, head_logits
-from eagle3_jax.models.weights import Params
+from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 from eagle3_jax.training.loss import Teacher
 
@@ -29,10 +28,10 @@ class Features(NamedTuple):
 
 
 def target_features(
-    graph: nnx.GraphDef, taps: TapSet, params: Params, ids: Int[Array, "B T"], document_ids: Int[Array, "B T"]
+    graph: Graph, taps: TapSet, params: Params, ids: Int[Array, "B T"], document_ids: Int[Array, "B T"]
 ) -> Features:
     """One forward of the target over packed rows; attention and positions restart at each document."""
-    model: LlamaForCausalLM = nnx.merge(graph, params)
+    model: LlamaForCausalLM = graph.merge(params)
     last, tapped, _ = model(ids, document_positions(document_ids), causal(document_ids), taps=taps)
     # Row by row: full-vocabulary logits of a whole batch would be the largest array of the step.
     argmax = jax.lax.map(
@@ -42,9 +41,9 @@ def target_features(
     return Features(tapped, last, argmax)
 
 
-def teacher(graph: nnx.GraphDef, params: Params, features: Features, d2t: Int[Array, "Vd"]) -> Teacher:
+def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "Vd"]) -> Teacher:
     """Logits over the draft vocabulary from the last hidden state: final norm once, then the head's rows of d2t."""
-    model: LlamaForCausalLM = nnx.merge(graph, params)
+    model: LlamaForCausalLM = graph.merge(params)
     normed = model.model.norm(features.last.before_norm())
     return Teacher(head_logits(normed, model.head_weight[d2t]), features.argmax)
 
@@ -61,10 +60,10 @@ class FeatureCache:
         if any(row not in self._rows for row in rows):
             return None
         columns = zip(*(self._rows[row] for row in rows), strict=True)
-        return jax.tree.unflatten(self._structure, [np.stack(column) for column in columns])
+        return jax.tree.unflatten(self._structure, [jnp.asarray(np.stack(column)) for column in columns])
 
     def put(self, rows: list[int], features: Features) -> None:
-        leaves, self._structure = jax.tree.flatten(jax.device_get(features))
+        leaves, self._structure = jax.tree.flatten(features)
+        leaves = jax.device_get(leaves)
         for i, row in enumerate(rows):
             self._rows[row] = tuple(np.array(leaf[i]) for leaf in leaves)
-

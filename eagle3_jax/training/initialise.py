@@ -69,7 +69,8 @@ def _grow_from_last_block(params: Params, config: DraftConfig, target: Target) -
     In the first layer, whose q/k/v read [embedding, hidden], the hidden half is the block's and the embedding half
     starts small and random.
     """
-    if config.decoder.intermediate_size != target.config.intermediate_size or target.config.attention_bias:
+    has_bias = target.config.attention_bias or target.config.mlp_bias
+    if config.decoder.intermediate_size != target.config.intermediate_size or has_bias:
         raise UserError("draft.initialise: last_block needs the target's own block shape / leave out the size or bias")
     block = target.params["model"]["layers"][target.num_layers - 1]
     size = config.decoder.hidden_size

@@ -89,7 +89,9 @@ class Acceptance(NamedTuple):
         return self.right / jnp.maximum(self.before, 1)
 
 
-def hits(step_logits: list[Array], teacher_argmax: Int[Array, "B T"], d2t: Int[Array, "Vd"]) -> Bool[Array, "S B slots"]:
+def hits(
+    step_logits: list[Array], teacher_argmax: Int[Array, "B T"], d2t: Int[Array, "Vd"]
+) -> Bool[Array, "S B slots"]:
     """Whether step s's top token at slot t is the target's choice; a choice outside the draft vocabulary is a miss."""
     return jnp.stack(
         [

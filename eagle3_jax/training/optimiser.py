@@ -22,6 +22,7 @@ def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         adam_b1=config.betas[0],
         adam_b2=config.betas[1],
+        adam_weight_decay=config.weight_decay,
         adam_learning_rate=config.learning_rate,
         muon_weight_dimension_numbers=_muon_dimensions,
         consistent_rms=0.2,  # scales updates to AdamW's usual size (Moonlight, arXiv 2502.16982)

@@ -1,4 +1,4 @@
-"""The run folder: beginning or resuming it, the metrics file, provenance. Files appear whole or not at all."""
+"""The run folder: checking and beginning it, the metrics file, provenance. Files appear whole or not at all."""
 
 import hashlib
 import json
@@ -15,25 +15,35 @@ from eagle3_jax.config import Config
 from eagle3_jax.errors import UserError
 
 
-def begin(folder: Path, config: Config, resume: bool) -> dict[str, Any] | None:
-    """Makes the folder and writes config.yaml, or checks that it may be resumed. Returns a finished run's result."""
+def check(folder: Path, config: Config, resume: bool) -> dict[str, Any] | None:
+    """Refuses a folder that is another run's, or this run's without `resume`. Returns a finished run's result."""
     stored = folder / "config.yaml"
-    if stored.exists():
-        if not resume:
-            raise UserError(f"{folder} exists already / pass --resume to go on with it or choose another name")
-        before = yaml.safe_load(stored.read_text(encoding="utf-8"))
-        if before != plain(config):
-            differing = _differing(before, plain(config))
-            raise UserError(f"{folder} was begun with another config ({differing}) / choose another name")
-        if (folder / "result.json").exists():
-            return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    if not stored.exists():
         return None
+    if not resume:
+        raise UserError(f"{folder} exists already / pass --resume to go on with it or choose another name")
+    before = yaml.safe_load(stored.read_text(encoding="utf-8"))
+    if before != plain(config):
+        differing = _differing(before, plain(config))
+        raise UserError(f"{folder} was begun with another config ({differing}) / choose another name")
+    return read_result(folder) if (folder / "result.json").exists() else None
+
+
+def begin(folder: Path, config: Config) -> None:
+    """Makes the folder and writes config.yaml. Done once all inputs are sound: a mistake must not use up the name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_text(stored, yaml.safe_dump(plain(config), sort_keys=False))
     except OSError as error:
-        raise UserError(f"cannot write the run folder / {folder} / {error.strerror or error}") from error
-    return None
+        raise UserError(f"cannot make the run folder / {folder} / {error.strerror or error}") from error
+    _write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """result.json of a finished run."""
+    try:
+        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"no finished run in {folder} / {error}") from error
 
 
 def plain(config: Config) -> dict[str, Any]:
@@ -69,16 +79,18 @@ def write_provenance(folder: Path, config: Config, target, packed, documents) ->
 
 
 def write_json(path: Path, value: Any) -> None:
-    try:
-        _write_text(path, json.dumps(value, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path} / {error.strerror or error}") from error
+    """Writes the file whole or not at all. Raises UserError if it cannot be written."""
+    _write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def _write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path} / {error.strerror or error} / free space, --resume") from error
 
 
 class Metrics:

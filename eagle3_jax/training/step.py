@@ -9,11 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.ttt import document_positions, ttt_forward
-from eagle3_jax.models.weights import Params
+from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import TapSet
 from eagle3_jax.training.features import Features, target_features, teacher
 from eagle3_jax.training.loss import Acceptance, acceptance, feature_loss, hits, ttt_loss
@@ -22,8 +21,8 @@ from eagle3_jax.training.loss import Acceptance, acceptance, feature_loss, hits,
 class Setup(NamedTuple):
     """Static facts of the step (hashable: part of the jit key)."""
 
-    target: nnx.GraphDef
-    draft: nnx.GraphDef
+    target: Graph
+    draft: Graph
     taps: TapSet
     optimiser: optax.GradientTransformation
     steps: int
@@ -90,7 +89,7 @@ def train_step(
     updates, optimiser = setup.optimiser.update(gradients, state.optimiser, state.trainable)
     updates = jax.tree.map(lambda u: rate * u, updates)
     trainable = optax.apply_updates(state.trainable, updates)
-    outcome = outcome._replace(grad_norm=optax.global_norm(gradients))
+    outcome = outcome._replace(grad_norm=optax.tree.norm(gradients))
     return TrainState(trainable, optimiser, state.step + 1), outcome
 
 
@@ -105,7 +104,7 @@ def evaluate_batch(setup: Setup, frozen: Frozen, trainable: Params, batch: Batch
 def _loss(setup: Setup, frozen: Frozen, batch: Batch, features: Features, trainable: Params):
     dtype = jnp.dtype(setup.compute_dtype)
     params = jax.tree.map(lambda p: p.astype(dtype), {**trainable, "embed_tokens": frozen.embedding})
-    model = nnx.merge(setup.draft, params)
+    model = setup.draft.merge(params)
     taps = features.taps.map(lambda a: a.astype(dtype))
     positions = document_positions(batch.document_ids)
     step_logits, outputs = ttt_forward(model, taps, batch.ids, positions, batch.document_ids, setup.steps)

@@ -1,10 +1,9 @@
-"""`train`: from a config to runs/NAME/{config.yaml, provenance.json, metrics.jsonl, checkpoints/, export/, result.json}.
+"""`train`: config to runs/NAME/{config.yaml, provenance.json, metrics.jsonl, checkpoints/, export/, result.json}.
 
 The order of reading is the order of the file: prepare (target, documents, draft), loop (steps, evaluation,
 checkpoints), finish (export of the best state, result.json).
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from eagle3_jax.config import Config
 from eagle3_jax.data.packing import Packed
 from eagle3_jax.data.vocabulary import coverage, draft_vocabulary
 from eagle3_jax.draft.draft import Draft, load_draft, save_draft
-from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target, load_target
 from eagle3_jax.taps import require
 from eagle3_jax.training import run_folder
@@ -34,6 +32,7 @@ from eagle3_jax.training.dataset import (
 )
 from eagle3_jax.training.features import FeatureCache
 from eagle3_jax.training.initialise import initial_draft
+from eagle3_jax.training.interrupt import deferred_interrupt
 from eagle3_jax.training.metrics import AcceptanceMeter
 from eagle3_jax.training.optimiser import learning_rate_factor, make_optimiser
 from eagle3_jax.training.step import Frozen, Setup, TrainState, compute_features, evaluate_batch, train_step
@@ -78,11 +77,12 @@ def train(
     """Trains a draft and returns result.json's content.
 
     resume: go on from the newest checkpoint of runs/NAME (a finished run returns its result at once). init_from: start
-    from the weights and vocabulary map of a draft folder. KeyboardInterrupt saves a checkpoint and is raised again.
+    from the weights and vocabulary map of a draft folder. Ctrl-C ends the step at hand, saves a checkpoint and raises
+    KeyboardInterrupt; a second one raises it at once.
     Raises UserError on bad configs or data, WiringError on taps that disagree.
     """
     folder = config.run_dir
-    finished = run_folder.begin(folder, config, resume)
+    finished = run_folder.check(folder, config, resume)
     if finished is not None:
         return finished
     run = prepare(config, folder, target, init_from, say)
@@ -95,7 +95,7 @@ def train(
 
 
 def prepare(config: Config, folder: Path, target: Target | None, init_from: str | None, say) -> Run:
-    """Loads the target, reads and packs the data, makes the first draft."""
+    """Loads the target, reads and packs the data, makes the first draft; then, nothing being wrong, the run folder."""
     target = load_target(config.target.path, config.target.dtype) if target is None else target
     documents = read_documents(config.data.train, target, config.data.max_documents)
     packed = pack_documents(documents, config.data.length, config.data.train)
@@ -123,6 +123,7 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     )
     frozen = Frozen(target.params, draft.params["embed_tokens"], jnp.asarray(draft.d2t))
     facts = wiring_facts(draft.taps, draft.d2t, target.fingerprint)
+    run_folder.begin(folder, config)
     checkpoints = Checkpoints(folder / "checkpoints", facts)
     run_folder.write_provenance(folder, config, target, packed, documents)
     return Run(config, target, draft, packed, heldout, total, setup, frozen, checkpoints)
@@ -150,7 +151,8 @@ def _first_draft(config: Config, target: Target, documents, init_from: str | Non
 def _start(run: Run, say) -> tuple[TrainState, float]:
     """The state to train from and the seconds of training behind it: fresh, or the newest checkpoint's."""
     trainable = {key: value for key, value in run.draft.params.items() if key != "embed_tokens"}
-    trainable = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), trainable)
+    # Copies: some weights begin as the target's own arrays, and the step takes its state's memory over.
+    trainable = jax.tree.map(lambda p: jnp.array(p, jnp.float32), trainable)
     state = TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32))
     if run.checkpoints.latest is None:
         return state, 0.0
@@ -164,29 +166,32 @@ def _loop(run: Run, state: TrainState, spent: float, folder: Path, progress) -> 
     training, rows = run.config.training, len(run.train.input_ids)
     metrics_file = run_folder.Metrics(folder / "metrics.jsonl", int(state.step))
     began, step, heldout = time.perf_counter() - spent, int(state.step), None
-    while (done := _progress(run, step, time.perf_counter() - began)) < 1.0:
-        begin = time.perf_counter()
-        chosen = rows_of_step(step, rows, training.batch_rows, training.seed)
-        batch = make_batch(run.train, chosen, training.batch_rows)
-        try:
+    with deferred_interrupt() as interrupted:
+        while (done := _progress(run, step, time.perf_counter() - began)) < 1.0:
+            if interrupted.is_set():
+                run.checkpoints.save(step, state, {"seconds": time.perf_counter() - began}, None)
+                raise KeyboardInterrupt(f"stopped at step {step} of {run.total_steps} / {folder} / --resume goes on")
+            begin = time.perf_counter()
+            chosen = rows_of_step(step, rows, training.batch_rows, training.seed)
+            batch = make_batch(run.train, chosen, training.batch_rows)
             features = _features(run, run.cache, chosen, batch)
             rate = jnp.float32(learning_rate_factor(run.config.optimiser, done))
             state, outcome = train_step(run.setup, run.frozen, state, batch, features, rate)
             metrics = _step_metrics(run, step, outcome, batch)
-        except KeyboardInterrupt:
-            _save(run, state, heldout, time.perf_counter() - began)
-            raise
-        step += 1
-        seconds = time.perf_counter() - begin
-        heldout = evaluate(run, state) if step % training.evaluate_every == 0 else None
-        metrics["seconds"] = round(seconds, 4)
-        metrics["tokens_per_second"] = round(float((batch.document_ids >= 0).sum()) / seconds, 1)
-        metrics_file.write(metrics if heldout is None else {**metrics, "heldout": heldout})
-        elapsed = time.perf_counter() - began
-        progress(Report(step, _progress(run, step, elapsed), elapsed, metrics, heldout))
-        if step % training.checkpoint_every == 0:
-            heldout = _save(run, state, heldout, elapsed)
-    return state, _save(run, state, heldout, time.perf_counter() - began)
+            step += 1
+            seconds = time.perf_counter() - begin
+            heldout = evaluate(run, state) if step % training.evaluate_every == 0 else None
+            metrics["seconds"] = round(seconds, 4)
+            metrics["tokens_per_second"] = round(float((batch.document_ids >= 0).sum()) / seconds, 1)
+            metrics_file.write(metrics if heldout is None else {**metrics, "heldout": heldout})
+            elapsed = time.perf_counter() - began
+            try:
+                progress(Report(step, _progress(run, step, elapsed), elapsed, metrics, heldout))
+            except KeyboardInterrupt:  # a display's way of asking
+                interrupted.set()
+            if step % training.checkpoint_every == 0:
+                heldout = _save(run, state, heldout, elapsed)
+        return state, _save(run, state, heldout, time.perf_counter() - began)
 
 
 def _progress(run: Run, step: int, seconds: float) -> float:
@@ -246,12 +251,14 @@ def _finish(run: Run, state: TrainState, folder: Path, heldout: dict[str, Any], 
     """Exports the checkpoint with the best held-out tau and writes result.json, in that order."""
     best, step = run.checkpoints.best_step(), int(state.step)
     if best is not None and best != step:
-        state, extra, step = run.checkpoints.restore(state, best)
-        heldout = extra["heldout"]
+        candidate, extra, _ = run.checkpoints.restore(state, best)
+        if extra["heldout"]["simulated_tau"] > heldout["simulated_tau"]:
+            state, heldout, step = candidate, extra["heldout"], best
     params = {**jax.tree.map(jnp.asarray, state.trainable), "embed_tokens": run.frozen.embedding}
     dtype = jnp.dtype(run.config.target.dtype)
     facts = {**run.draft.facts, "training": {"step": step, "ttt_steps": run.config.training.ttt_steps, **heldout}}
-    draft = Draft(run.draft.config, run.draft.graph, jax.tree.map(lambda p: p.astype(dtype), params), run.draft.d2t, facts)
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    draft = Draft(run.draft.config, run.draft.graph, params, run.draft.d2t, facts)
     save_draft(draft, folder / "export", run.config.training.ttt_steps)
     say(f"draft written to {folder / 'export'} (step {step}, held-out simulated tau {heldout['simulated_tau']:.3f})")
     result = {
@@ -265,11 +272,3 @@ def _finish(run: Run, state: TrainState, folder: Path, heldout: dict[str, Any], 
     }
     run_folder.write_json(folder / "result.json", result)
     return result
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """result.json of a finished run."""
-    try:
-        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"no finished run in {folder} / {error}") from error

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file
 
 import eagle3_jax as e3
@@ -74,7 +73,7 @@ def run(case: Case) -> tuple[Any, Any, list[Any], dict[str, Any]]:
         features, ids, loss_mask, documents, teacher = case_arrays
 
         def loss(params):
-            model = nnx.merge(case.draft.graph, params)
+            model = case.draft.graph.merge(params)
             logits, _ = ttt_forward(model, features, ids, positions, documents, STEPS)
             total, steps = ttt_loss(logits, teacher, loss_mask, documents)
             return total, (steps, logits)
@@ -176,7 +175,7 @@ def test_packed_losses_are_those_of_speculators_under_its_own_masks(results) -> 
     """Only the masks differ. Its slots near a document's end read on in the next document; so must ours to compare."""
     case, _ = results("packed")
     expected = case.expected
-    model = nnx.merge(case.draft.graph, case.draft.params)
+    model = case.draft.graph.merge(case.draft.params)
     inputs = {name: jnp.asarray(expected[f"in.{name}"]) for name in ("input_ids", "loss_mask", "document_ids")}
     # One token before the row makes our unshifted arrays of its shifted ones: slot t then reads token t of it.
     shifted = lambda a, fill: jnp.pad(a, ((0, 0), (1, 0)), constant_values=fill)  # noqa: E731

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,17 +105,18 @@ def test_training_predicts_what_serving_proposes(results, name: str) -> None:
     assert compare_with_training(case.target, case.draft, case.prompts, case.answers, DEPTH) > rounds
 
 
-def test_training_predicts_what_an_untrained_draft_proposes(tiny_target) -> None:
-    draft = random_draft(tiny_target, taps=(6, 1, 8), layers=2, norm_before_fc=True, norm_output=True)
+def test_training_predicts_what_an_untrained_draft_proposes(shallow_target) -> None:
+    draft = random_draft(shallow_target, taps=(2, 0, 1), layers=2, norm_before_fc=True, norm_output=True)
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
-    answers = e3.generate(tiny_target, draft, prompts, max_new_tokens=12, strategy="chain:3", stop_token_ids=())
-    assert compare_with_training(tiny_target, draft, prompts, answers, 3) >= sum(len(a.accepted) for a in answers)
+    answers = e3.generate(shallow_target, draft, prompts, max_new_tokens=12, strategy="chain:3", stop_token_ids=())
+    assert compare_with_training(shallow_target, draft, prompts, answers, 3) >= sum(len(a.accepted) for a in answers)
 
 
 def test_the_first_round_equals_training_at_every_depth(results) -> None:
     """Fed with the draft's own tokens, the training graph must agree beyond the first wrong one too."""
     case = results("base")
-    texts = np.asarray([p + a.tokens[:1] + a.drafts[0] for p, a in zip(case.prompts, case.answers, strict=True)])
+    texts = [p + a.tokens[:1] + a.drafts[0] for p, a in zip(case.prompts, case.answers, strict=True)]
+    texts = np.pad(texts, ((0, 0), (0, len(case.prompts[0]) + NEW - len(texts[0]))))  # to a shape already compiled
     features = case.target.forward(texts, taps=case.draft.taps).taps
     slot = len(case.prompts[0]) - 1
     steps = case.draft.ttt_forward(features, texts, DEPTH)
@@ -150,4 +152,4 @@ def test_a_round_refuses_features_of_other_taps(golden_pair) -> None:
     ids, lengths = pad_prompts([[5, 6, 7]] * 2)
     wrong = models._replace(taps=e3.TapSet([4, 2, 5]))
     with pytest.raises(e3.WiringError, match=r"expected \[block 2 .* got \[block 4"):
-        prefill.lower(wrong, 128, 3, weights, ids, lengths, None)
+        jax.eval_shape(lambda w, i, n: prefill(wrong, 128, 3, w, i, n, None), weights, ids, lengths)

@@ -1,0 +1,60 @@
+"""`eagle3 bench`: plain against speculative decoding on a file of prompts."""
+
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
+from eagle3_jax.errors import UserError
+
+
+def bench_command(
+    target: TargetOption,
+    draft: Annotated[str, typer.Option(help="Draft folder.")],
+    prompts: Annotated[Path, typer.Option(help="JSONL file of rows with `turns`; the first turn of each is used.")],
+    strategies: Annotated[str, typer.Option(help="Comma-separated: plain, chain:K.")] = "plain,chain:3",
+    batch: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    limit: Annotated[int, typer.Option(min=1, help="Only the first so many prompts.")] = 16,
+    dtype: DTypeOption = "bfloat16",
+    json_file: JsonOption = None,
+) -> None:
+    """Measures tok/s, tau and acceptance of each strategy on the same prompts, taking turns, greedily."""
+    names = strategies.split(",")
+    sizes = [int(size) for size in batch.split(",") if size.isdigit()]
+    if not sizes or 0 in sizes:
+        raise UserError(f"--batch {batch} / give sizes like 1,4,8")
+    from eagle3_jax.data.records import read_prompts
+
+    turns = read_prompts(prompts)[:limit]
+    loaded = open_target(target, dtype)
+    from eagle3_jax.bench.machine import describe_machine
+    from eagle3_jax.bench.measure import measure, row
+    from eagle3_jax.data.template import prompt_ids
+    from eagle3_jax.draft.draft import binding_warning, load_draft
+    from eagle3_jax.speculate.generate import parse_strategy
+
+    for name in names:
+        parse_strategy(name)
+    bound = load_draft(draft, dtype, target=loaded)
+    if (warning := binding_warning(bound, loaded)) is not None:
+        note(warning)
+    tokenizer = loaded.require_tokenizer()
+    ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}]) for turn in turns]
+    wanted = names if "plain" in names else ["plain", *names]
+    rows = []
+    for size in sizes:
+        if size > len(ids):
+            raise UserError(f"--batch {size} needs at least {size} prompts, {prompts} gives {len(ids)}")
+        tallies = measure(loaded, bound, ids, wanted, max_new_tokens, size, lambda i, n: note(f"group {i} of {n}"))
+        rows += [row(name, size, tallies[name], tallies["plain"]) for name in names]
+    for r in rows:
+        print(
+            f"{r['strategy']:>10}  batch {r['batch']:>2}  {r['tok_s']:8.1f} tok/s  {r['ms_per_token']:7.2f} ms/token  "
+            f"tau {r['tau']:.3f}  {r['speedup_vs_plain']:.2f}x  same tokens {r['identical_to_plain']:.0%}  "
+            f"{r['acceptance_by_depth']}"
+        )
+    versions = {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax")}
+    write_json(json_file, {"rows": rows, "machine": describe_machine(), "versions": versions})

@@ -1,0 +1,121 @@
+"""`eagle3 train`: from conversations to a draft, its exit codes, and what is printed meanwhile."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eagle3_jax import load_draft, load_target
+from eagle3_jax.training import trainer
+
+CHATS = ["what is it ?", "who are you ?", "where is that ?", "how is it ?"]
+
+
+def write_chats(path: Path) -> str:
+    chats = [
+        [{"role": "user", "content": chat}, {"role": "assistant", "content": chat[::-1].strip("? ") + " yes"}]
+        for chat in CHATS
+    ]
+    path.write_text("".join(json.dumps({"conversations": chat}) + "\n" for chat in chats))
+    return str(path)
+
+
+@pytest.fixture
+def config(target, tmp_path) -> Path:
+    """A config of four steps, evaluated once, in the test's own folder."""
+    data = write_chats(tmp_path / "chats.jsonl")
+    training = {"epochs": 2, "batch_rows": 2, "ttt_steps": 2, "evaluate_steps": 2, "compute_dtype": "float32"}
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "run",
+                "runs_dir": str(tmp_path / "runs"),
+                "target": {"path": str(target), "dtype": "float32"},
+                "data": {"train": data, "heldout": data, "length": 96},
+                "draft": {"taps": [1, 2, 3], "vocab_size": 20},
+                "training": training,
+            }
+        )
+    )
+    return path
+
+
+def test_a_run_and_its_finished_result(eagle3, config, target, tmp_path) -> None:
+    run, file = tmp_path / "runs" / "run", tmp_path / "copy.json"
+    result = eagle3("train", "--config", config, "training.evaluate_every=4", "--json", file)
+    assert result.code == 0, result
+    stored = json.loads((run / "result.json").read_text())
+    assert json.loads(file.read_text()) == stored and json.loads(result.out) == stored["heldout"]
+    load_draft(run / "export", target=load_target(target, "float32"))
+    lines = result.err.splitlines()
+    assert lines[0] == "taps: [block 1 input, block 2 input, block 3 input], joined in this order"
+    assert lines[1].startswith("data: 4 documents in 4 rows of 96,")
+    for words in ("step 1 ", "loss ", "simulated tau ", "tok/s", "min left"):
+        assert words in lines[2]
+    assert "step 4 " in lines[-2] and "held-out simulated tau" in lines[-2]
+    assert lines[-1].startswith("draft written to")
+
+    again = eagle3("train", "--config", config, "training.evaluate_every=4")
+    assert "--resume" in again.complaint
+    again = eagle3("train", "--config", config, "training.evaluate_every=4", "--resume")
+    assert (again.code, again.out, again.err) == (0, result.out, "")
+    assert "training.evaluate_every: 4 there, 3 here" in (
+        eagle3("train", "--config", config, "training.evaluate_every=3", "--resume").complaint
+    )
+
+    options = ("--init-from", run / "export", "name=second")
+    assert eagle3("train", "--config", config, *options).code == 0
+    assert "expected" in eagle3("train", "--config", config, *options, "name=third", "draft.taps=[3, 2, 1]").complaint
+
+
+def test_ctrl_c_saves_and_exits_with_130(eagle3, config, tmp_path, monkeypatch) -> None:
+    real = trainer.train_step
+
+    def pressed(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", pressed)
+        result = eagle3("train", "--config", config)
+    assert (result.code, result.out) == (130, "")
+    last = result.err.splitlines()[-1]
+    assert last.startswith("eagle3: stopped at step 1 of 4") and "--resume" in last and "Traceback" not in result.err
+    resumed = eagle3("train", "--config", config, "--resume")
+    assert resumed.code == 0 and "resuming at step 1 of 4" in resumed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["training.epoch=3"], "did you mean training.epochs?"),
+        (["training.epochs=three"], "config key training.epochs:"),
+        (["training.epochs"], "a.b=c"),
+        (["data.train=absent.jsonl"], "absent.jsonl: no such file"),
+        (["data.train=empty.jsonl"], "the file is empty"),
+        (["data.train=unsupervised.jsonl"], "nothing to train on"),
+        (["target.path=absent"], "no such model"),
+        (["draft.taps=[1, 9]"], "tap 9 does not exist"),
+        (["draft.taps=[1, 1]"], "twice"),
+        (["draft.vocab_size=0"], "draft.vocab_size"),
+        (["--init-from", "absent"], "no such model"),
+        (["--resumee"], "--resume"),
+        (["--json", "absent/result.json"], "no folder absent"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_no_run(eagle3, config, tmp_path, monkeypatch, arguments, words) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").write_text("")
+    Path("unsupervised.jsonl").write_text(json.dumps({"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}) + "\n")
+    assert words in eagle3("train", "--config", config, *arguments).complaint
+    assert not (tmp_path / "runs").exists()
+
+
+def test_configs_that_cannot_be_read(eagle3, tmp_path) -> None:
+    assert "--config" in eagle3("train").complaint
+    assert "cannot read the config" in eagle3("train", "--config", tmp_path / "absent.yaml").complaint
+    (tmp_path / "empty.yaml").write_text("")
+    assert "empty" in eagle3("train", "--config", tmp_path / "empty.yaml").complaint

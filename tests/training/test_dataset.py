@@ -1,0 +1,110 @@
+"""Documents to batches: every row once an epoch, nothing changed by padding or packing, faults in one line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3_jax.data.packing import pack
+from eagle3_jax.errors import UserError
+from eagle3_jax.training.dataset import (
+    Documents,
+    batches_in_order,
+    make_batch,
+    pack_documents,
+    read_documents,
+    rows_of_step,
+    steps_an_epoch,
+)
+
+GOOD = {"input_ids": [3, 4, 5, 6], "loss_mask": [0, 0, 1, 1]}
+REFUSED = {"input_ids": [3, 4, 5, 999], "loss_mask": [0, 0, 1, 1]}  # the target has 48 tokens
+UNSUPERVISED = {"input_ids": [3, 4, 5, 6], "loss_mask": [0, 0, 0, 0]}
+
+
+def write(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def packed_rows(rows: int, length: int = 8):
+    """Rows of one document each; row r holds the tokens 10 r, 10 r + 1, ..."""
+    documents = [(np.arange(length, dtype=np.int32) + 10 * r, np.arange(length) > 2) for r in range(rows)]
+    return pack(documents, length)
+
+
+@given(st.integers(1, 23), st.integers(1, 9), st.integers(0, 5))
+def test_every_row_once_an_epoch(rows: int, batch_rows: int, epoch: int) -> None:
+    per_epoch = -(-rows // batch_rows)
+    steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+    batches = [rows_of_step(step, rows, batch_rows, seed=1) for step in steps]
+    assert sorted(sum(batches, [])) == list(range(rows))
+    assert all(len(batch) == batch_rows for batch in batches[:-1])
+    # A function of the step: asked in any order, again, it says the same.
+    assert [rows_of_step(step, rows, batch_rows, seed=1) for step in reversed(steps)] == batches[::-1]
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    orders = [tuple(rows_of_step(epoch, 20, 20, seed)) for epoch in range(3) for seed in range(3)]
+    assert len(set(orders)) == 9
+
+
+def test_batches_have_one_shape() -> None:
+    packed = packed_rows(5)
+    assert steps_an_epoch(packed, 2) == 3 and steps_an_epoch(packed, 5) == 1
+    batches = list(batches_in_order(packed, 2))
+    assert [rows for rows, _ in batches] == [[0, 1], [2, 3], [4]]
+    assert {batch.ids.shape for _, batch in batches} == {(2, 8)}
+    np.testing.assert_array_equal(batches[1][1].ids, packed.input_ids[2:4])
+    last = batches[2][1]
+    np.testing.assert_array_equal(last.document_ids, [[0] * 8, [-1] * 8])
+    assert not last.loss_mask[1].any() and last.loss_mask[0].any()
+
+
+def test_all_files_are_read_and_the_limit_counts_over_them(world, tmp_path) -> None:
+    files = [write(tmp_path / "a", GOOD, GOOD), write(tmp_path / "b", GOOD | {"input_ids": [7, 8, 9, 10]})]
+    documents = read_documents(files, world.target)
+    assert [ids.tolist() for ids, _ in documents.items] == [[3, 4, 5, 6], [3, 4, 5, 6], [7, 8, 9, 10]]
+    assert len(read_documents(files, world.target, limit=2).items) == 2
+    assert len(read_documents(files[1], world.target).items) == 1
+
+
+def test_refused_rows_are_counted(world, tmp_path) -> None:
+    path = write(tmp_path / "a", *[GOOD] * 5, REFUSED, *[GOOD] * 4)
+    documents = read_documents(path, world.target)
+    assert (len(documents.items), documents.refused) == (9, 1)
+    assert f"{path}:6" in documents.first_refusal and "999" in documents.first_refusal
+
+
+def test_too_many_refused_rows_are_an_error(world, tmp_path) -> None:
+    path = write(tmp_path / "a", *[GOOD] * 4, REFUSED, *[GOOD] * 4)
+    with pytest.raises(UserError, match=rf"1 of 9 rows cannot be used / first: {path}:5"):
+        read_documents(path, world.target)
+
+
+@pytest.mark.parametrize("rows", [[], [{"text": "no"}], [{"conversations": [{"role": "user", "content": "hi"}]}]])
+def test_files_without_usable_data(world, tmp_path, rows) -> None:
+    with pytest.raises(UserError) as error:  # the last: a chat, but the target has no tokenizer
+        read_documents(write(tmp_path / "a", *rows), world.target)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named(world, tmp_path) -> None:
+    with pytest.raises(UserError, match=r"absent\.jsonl: no such file"):
+        read_documents(str(tmp_path / "absent.jsonl"), world.target)
+
+
+def test_nothing_supervised_is_an_error_that_names_the_file(world, tmp_path) -> None:
+    path = write(tmp_path / "a", UNSUPERVISED)
+    documents = read_documents(path, world.target)
+    assert isinstance(documents, Documents)
+    with pytest.raises(UserError, match=rf"nothing to train on.*{path}"):
+        pack_documents(documents, 8, path)
+
+
+def test_make_batch_takes_the_rows_in_the_order_given() -> None:
+    batch = make_batch(packed_rows(4), [3, 1], 2)
+    assert sorted(batch.ids[:, 0].tolist()) != batch.ids[:, 0].tolist()
