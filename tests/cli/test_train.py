@@ -52,7 +52,7 @@ def test_a_run_and_its_finished_result(eagle3, config, target, tmp_path) -> None
     load_draft(run / "export", target=load_target(target, "float32"))
     lines = result.err.splitlines()
     assert lines[0] == "taps: [block 1 input, block 2 input, block 3 input], joined in this order"
-    assert lines[1].startswith("data: 4 documents in 4 rows of 96,")
+    assert lines[1].startswith("data: 4 documents in 3 rows of 96,")
     for words in ("step 1 ", "loss ", "simulated tau ", "tok/s", "min left"):
         assert words in lines[2]
     assert "step 4 " in lines[-2] and "held-out simulated tau" in lines[-2]
