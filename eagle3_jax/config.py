@@ -26,7 +26,10 @@ class TargetConfig(_Strict):
 
 
 class DataConfig(_Strict):
-    """train, heldout: JSONL of conversations or of {input_ids, loss_mask}. length: tokens of a packed row."""
+    """train, heldout: JSONL of conversations or of {input_ids, loss_mask}. length: tokens of a packed row.
+
+    max_documents: train on the first so many; the draft vocabulary is counted on all of them.
+    """
 
     train: str | list[str]
     heldout: str | list[str]

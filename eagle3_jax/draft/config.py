@@ -74,7 +74,12 @@ def draft_config_from_speculators(raw: dict[str, Any], where: str, taps: TapSet 
 
 
 def _taps(raw: dict[str, Any], where: str, given: TapSet | None) -> TapSet:
+    block = raw.get("eagle3_jax", {})
+    if block.get("taps_convention", "block-input") != "block-input":
+        raise WiringError(f"{where} numbers taps by {block['taps_convention']!r}; only block-input is written and read")
+    own = block.get("taps")
     stated = raw.get("eagle_aux_hidden_state_layer_ids")
+    stated = own if stated is None else stated
     if stated is None:
         if given is None:
             raise WiringError(
@@ -82,8 +87,9 @@ def _taps(raw: dict[str, Any], where: str, given: TapSet | None) -> TapSet:
                 "name them with --taps: the speculators default is 2, N//2, N-3 of the target's N blocks"
             )
         return given
+    if not isinstance(stated, list):
+        raise WiringError(f"{where}: eagle_aux_hidden_state_layer_ids is {stated!r} / it must be a list of numbers")
     in_file = TapSet(stated)
-    own = raw.get("eagle3_jax", {}).get("taps")
     if own is not None:
         require(TapSet(own), in_file)
     if given is not None:

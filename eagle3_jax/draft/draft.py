@@ -22,7 +22,7 @@ from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.draft.ttt import document_positions, ttt_forward
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.fingerprint import differing_facts, same_weights
-from eagle3_jax.models.target import Target, resolve
+from eagle3_jax.models.target import Target, checked_ids, resolve
 from eagle3_jax.models.weights import (
     Graph,
     Params,
@@ -83,7 +83,7 @@ class Draft:
         """
         if not self.is_bound:
             raise UserError("the draft stores no embedding / call draft.bind(target) first")
-        ids = jnp.asarray(np.asarray(ids), jnp.int32)
+        ids = checked_ids(ids, self.config.decoder.vocab_size)
         documents = jnp.zeros_like(ids) if document_ids is None else jnp.asarray(np.asarray(document_ids), jnp.int32)
         positions = (
             document_positions(documents) if positions is None else jnp.asarray(np.asarray(positions), jnp.int32)

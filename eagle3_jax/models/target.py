@@ -65,7 +65,7 @@ class Target:
         ids: int [B, T]; taps: canonical points in 0..N, in the order wanted; lengths: int [B], tokens that count in
         each row (the rest is padding), None = all. Raises WiringError for a tap the target lacks.
         """
-        ids = jnp.asarray(np.asarray(ids), jnp.int32)
+        ids = checked_ids(ids, self.config.vocab_size)
         tap_set = TapSet(taps).check(self.num_layers) if len(taps) else None
         lengths = jnp.full(ids.shape[0], ids.shape[1]) if lengths is None else jnp.asarray(lengths)
         logits, tapped, last = _forward(self.graph, tap_set, self.params, ids, lengths)
@@ -75,6 +75,16 @@ class Target:
         if self.tokenizer is None:
             raise UserError(f"the target has no tokenizer / {self.path} / add its tokenizer files to the folder")
         return self.tokenizer
+
+
+def checked_ids(ids: Any, vocab_size: int) -> jax.Array:
+    """ids as int32 [B, T]; UserError for another rank or ids outside the vocabulary, which jax would clamp silently."""
+    ids = np.asarray(ids)
+    if ids.ndim != 2 or ids.size == 0:
+        raise UserError(f"token ids have shape {list(ids.shape)} / give a non-empty [batch, tokens] array")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise UserError(f"token ids outside 0..{vocab_size - 1} / were they made with another tokenizer?")
+    return jnp.asarray(ids, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

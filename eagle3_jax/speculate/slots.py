@@ -44,6 +44,7 @@ def generate_many(
     max_prompt: longest prompt; sizes the caches. stop: None = the target's end tokens. Order is that of finishing.
     """
     models, weights = pair(target, None)
+    window = target.config.max_positions
     stop = frozenset(target.eos_token_ids) if stop is None else stop
     cache_length = round_up(round_up(max_prompt, 32) + max_new_tokens + 2, 64)
     queue, active = deque(requests), [None] * slots
@@ -65,9 +66,15 @@ def generate_many(
                 if request is not None:
                     request.tokens.append(int(tokens[slot]))
         for slot, request in enumerate(active):
-            if request is not None and (request.tokens[-1] in stop or len(request.tokens) >= max_new_tokens):
+            if request is not None and _ended(request, stop, max_new_tokens, window):
                 active[slot] = None
                 yield request
+
+
+def _ended(request: Request, stop: frozenset[int], max_new_tokens: int, window: int) -> bool:
+    """Stopped, long enough, or at the end of the target's context."""
+    full = len(request.prompt) + len(request.tokens) >= window
+    return request.tokens[-1] in stop or len(request.tokens) >= max_new_tokens or full
 
 
 def _read_prompts(models, weights, group: list[Request], cache_length: int, temperature, top_p, seed):

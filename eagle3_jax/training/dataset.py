@@ -23,7 +23,7 @@ class Documents:
     first_refusal: str | None
 
 
-def read_documents(files: str | list[str], target: Target, limit: int | None = None) -> Documents:
+def read_documents(files: str | list[str], target: Target) -> Documents:
     """Reads and tokenises training files. Rows that cannot be masked exactly are left out and counted.
 
     Raises UserError for unreadable files, conversations without a tokenizer, or if more than a tenth of the rows had to
@@ -33,19 +33,19 @@ def read_documents(files: str | list[str], target: Target, limit: int | None = N
     chats = any(isinstance(record, Conversation) for record in records)
     tokenizer = target.require_tokenizer() if chats else None
     items, refusals = [], []
-    for record in records[:limit]:
+    for record in records:
         try:
             items.append(tokenise(tokenizer, record, target.config.vocab_size))
         except UserError as error:
             refusals.append(str(error))
-    if len(refusals) > 0.1 * len(records[:limit]):
-        raise UserError(f"{len(refusals)} of {len(records[:limit])} rows cannot be used / first: {refusals[0]}")
+    if len(refusals) > 0.1 * len(records):
+        raise UserError(f"{len(refusals)} of {len(records)} rows cannot be used / first: {refusals[0]}")
     return Documents(items, len(refusals), refusals[0] if refusals else None)
 
 
-def pack_documents(documents: Documents, length: int, where: str | list[str]) -> Packed:
+def pack_documents(documents: list[Document], length: int, where: str | list[str]) -> Packed:
     try:
-        return pack(documents.items, length)
+        return pack(documents, length)
     except UserError as error:
         raise UserError(f"{error} / {where}") from error
 

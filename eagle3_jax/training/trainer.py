@@ -97,10 +97,10 @@ def train(
 def prepare(config: Config, folder: Path, target: Target | None, init_from: str | None, say) -> Run:
     """Loads the target, reads and packs the data, makes the first draft; then, nothing being wrong, the run folder."""
     target = load_target(config.target.path, config.target.dtype) if target is None else target
-    documents = read_documents(config.data.train, target, config.data.max_documents)
-    packed = pack_documents(documents, config.data.length, config.data.train)
+    documents = read_documents(config.data.train, target)
+    packed = pack_documents(documents.items[: config.data.max_documents], config.data.length, config.data.train)
     heldout_documents = read_documents(config.data.heldout, target)
-    heldout = pack_documents(heldout_documents, config.data.length, config.data.heldout)
+    heldout = pack_documents(heldout_documents.items, config.data.length, config.data.heldout)
     draft = _first_draft(config, target, documents.items, init_from)
     say(f"taps: {draft.taps.words(target.num_layers)}, joined in this order")
     report = packed.report
