@@ -38,7 +38,7 @@ test: .venv/.ready
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
-	find eagle3_jax convert tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find eagle3_jax tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip cannot repair a half-copied package (it counts as installed), hence --clear.
 .venv/.ready: pyproject.toml $(STALE)

@@ -18,10 +18,9 @@ class _Strict(BaseModel):
 
 
 class TargetConfig(_Strict):
-    """path: HF folder, .gguf file, hub name, or `demo` (the bundled SmolLM2). hub_id: the name servers load."""
+    """path: HF folder, .gguf file, hub name, or `demo` (the bundled SmolLM2)."""
 
     path: str
-    hub_id: str | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
@@ -73,6 +72,7 @@ class TrainingConfig(_Strict):
 
     feature_loss: weight of the distance between the draft's output and the target's last hidden state one token on.
     EAGLE-3 trains without it (0); with little data it helps (docs/experiments.md).
+    target_hub_id: the name under which servers load the target, where the path is no hub name (a GGUF, a local copy).
     minutes: None, or a budget of training time: the schedule then runs over whichever ends first, epochs or minutes.
     """
 
@@ -84,6 +84,7 @@ class TrainingConfig(_Strict):
     feature_loss: Annotated[float, Field(ge=0)] = 0.0
     features: Literal["online", "ram"] = "online"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    target_hub_id: str | None = None
     seed: Annotated[int, Field(ge=0)] = 0
     checkpoint_every: Positive = 200
     evaluate_every: Positive = 100

@@ -95,7 +95,7 @@ def paper_taps(num_layers: int) -> TapSet:
     if not 0 < points[0] < points[1] < points[2]:
         raise UserError(
             f"the default taps (2, N//2, N-3) give {list(points)} for a target of {num_layers} blocks / taps / "
-            f"name distinct taps between 0 and {num_layers} yourself, for example taps: [1, {max(2, num_layers)}]"
+            f"name distinct taps between 0 and {num_layers} yourself, for example taps: [0, {num_layers}]"
         )
     return TapSet(points)
 
@@ -207,4 +207,6 @@ class LastHidden:
 
     @classmethod
     def tree_unflatten(cls, normed: bool, children):
-        return cls(children[0], normed)
+        last = object.__new__(cls)
+        last.array, last.normed = children[0], normed
+        return last

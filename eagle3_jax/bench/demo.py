@@ -18,14 +18,14 @@ import numpy as np
 
 from eagle3_jax.bench.machine import describe_machine
 from eagle3_jax.bench.measure import identical_share, measure, parting_gaps, row
-from eagle3_jax.config import Config, load_config
+from eagle3_jax.config import Config
 from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import prompt_ids
 from eagle3_jax.draft.draft import load_draft
 from eagle3_jax.models.target import Target, load_target
 from eagle3_jax.speculate.generate import generate, parse_strategy
 from eagle3_jax.training.evaluate import simulate
-from eagle3_jax.training.run_folder import write_json
+from eagle3_jax.training.run_folder import read_result, write_json
 from eagle3_jax.training.trainer import train
 
 STRATEGIES = ("chain:1", "chain:2", "chain:3")
@@ -40,34 +40,28 @@ class DemoSize:
     identity_tokens: int = 48
 
 
-def demo_config(root: Path) -> Config:
-    """configs/demo.yaml of the checkout at `root`, with the bundled data's place filled in."""
-    answers = resources.files("eagle3_jax.bench") / "demo_answers"
-    return load_config(
-        root / "configs" / "demo.yaml",
-        [f"data.train={answers / 'train.jsonl'}", f"data.heldout={answers / 'heldout.jsonl'}"],
-    )
-
-
 def run_demo(config: Config, size: DemoSize, progress: Callable, say: Callable[[str], None]) -> dict[str, Any]:
     """Runs all stages and returns result.json's content; a finished result is returned as it is."""
+    stored = config.run_dir / "result.json"
+    if stored.exists() and "speedup" in (result := read_result(config.run_dir)):
+        say(f"already done: {stored}; remove {config.run_dir} to run again")
+        return result
     target = load_target(config.target.path, config.target.dtype)
     prompts = heldout_prompts(target, size.prompts)
     live = generate(target, None, prompts[:2], 32)
     for prompt, answer in zip(prompts[:2], live, strict=True):
         say(f"live answer to {len(prompt)} prompt tokens: {target.tokenizer.decode(answer.tokens)!r}")
     result = train(config, resume=True, target=target, progress=progress, say=say)
-    if "speedup" not in result:
-        result |= _measure(target, config, prompts, size, say)
-        write_json(config.run_dir / "result.json", result)
+    result |= _measure(target, config, prompts, size, say)
+    write_json(stored, result)
     return result
 
 
 def heldout_prompts(target: Target, count: int) -> list[list[int]]:
     """Token ids of `count` bundled held-out prompts, as a server would feed them.
 
-    The last ones of the file, since training evaluates on answers to the first; those of at most 64 tokens, so that
-    one prompt shape is compiled.
+    The last ones of the file, since training evaluates on answers to the first; those of 33 to 64 tokens, so
+    that one prompt shape is compiled.
     """
     file = resources.files("eagle3_jax.bench") / "demo_prompts" / "heldout.jsonl"
     turns = reversed(read_prompts(Path(str(file))))

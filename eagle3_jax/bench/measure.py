@@ -13,7 +13,7 @@ import numpy as np
 
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.generate import Result, generate, parse_strategy
+from eagle3_jax.speculate.generate import Result, generate, parse_strategy, round_up
 
 
 @dataclass
@@ -48,9 +48,9 @@ def measure(
     done: Callable[[int, int], None] = lambda finished, total: None,
 ) -> dict[str, Tally]:
     """Generates greedily from every prompt with every strategy, `batch` prompts at a time."""
-    groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
+    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     tallies = {strategy: Tally() for strategy in strategies}
-    for representative in {_shape(group): group for group in groups}.values():
+    for representative in {(_shape(group), len(group)): group for group in groups}.values():
         for strategy in strategies:
             generate(target, draft, representative, max_new_tokens, strategy)
     for finished, group in enumerate(groups, start=1):
@@ -64,7 +64,7 @@ def measure(
 
 def _shape(group: list[list[int]]) -> int:
     """What decides which compiled programs a group needs: its padded prompt length."""
-    return -(-max(map(len, group)) // 32)
+    return round_up(max(map(len, group)), 32)
 
 
 def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:
@@ -72,6 +72,7 @@ def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:
     return {
         "strategy": strategy,
         "batch": batch,
+        "prompts": len(tally.results),
         "tok_s": round(tally.tokens / tally.seconds, 2),
         "ms_per_token": round(1000 * tally.seconds / tally.tokens, 2),
         "tau": round(tally.tau, 4),

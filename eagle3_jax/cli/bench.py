@@ -17,18 +17,20 @@ def bench_command(
     strategies: Annotated[str, typer.Option(help="Comma-separated: plain, chain:K.")] = "plain,chain:3",
     batch: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    limit: Annotated[int, typer.Option(min=1, help="Only the first so many prompts.")] = 16,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     dtype: DTypeOption = "bfloat16",
     json_file: JsonOption = None,
 ) -> None:
     """Measures tok/s, tau and acceptance of each strategy on the same prompts, taking turns, greedily."""
     names = strategies.split(",")
-    sizes = [int(size) for size in batch.split(",") if size.isdigit()]
-    if not sizes or 0 in sizes:
+    if not all(size.strip().isdigit() and int(size) > 0 for size in batch.split(",")):
         raise UserError(f"--batch {batch} / give sizes like 1,4,8")
+    sizes = [int(size) for size in batch.split(",")]
     from eagle3_jax.data.records import read_prompts
 
     turns = read_prompts(prompts)[:limit]
+    if max(sizes) > len(turns):
+        raise UserError(f"--batch {max(sizes)} needs as many prompts, {prompts} gives {len(turns)}")
     loaded = open_target(target, dtype)
     from eagle3_jax.bench.machine import describe_machine
     from eagle3_jax.bench.measure import measure, row
@@ -46,8 +48,6 @@ def bench_command(
     wanted = names if "plain" in names else ["plain", *names]
     rows = []
     for size in sizes:
-        if size > len(ids):
-            raise UserError(f"--batch {size} needs at least {size} prompts, {prompts} gives {len(ids)}")
         tallies = measure(loaded, bound, ids, wanted, max_new_tokens, size, lambda i, n: note(f"group {i} of {n}"))
         rows += [row(name, size, tallies[name], tallies["plain"]) for name in names]
     for r in rows:

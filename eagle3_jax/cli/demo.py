@@ -1,20 +1,24 @@
 """`eagle3 demo`, which `make demo` runs."""
 
+import os
 from pathlib import Path
 
 from eagle3_jax.cli.common import note, start_jax
 from eagle3_jax.cli.train import TrainingProgress
+from eagle3_jax.config import load_config
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def demo_command() -> None:
     """Trains a small draft for SmolLM2-135M, generates with it, and compares with plain decoding (runs/demo)."""
-    start_jax("bfloat16")
-    from eagle3_jax.bench.demo import DemoSize, demo_config, run_demo, table
+    os.chdir(_ROOT)  # the paths of configs/demo.yaml are relative to the checkout, and so is runs/demo
+    config = load_config("configs/demo.yaml")
+    start_jax(config.target.dtype)
+    from eagle3_jax.bench.demo import DemoSize, run_demo, table
 
     with TrainingProgress() as progress:
-        result = run_demo(demo_config(_ROOT), DemoSize(), progress.update, note)
+        result = run_demo(config, DemoSize(), progress.update, note)
     rows = table(result)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:

@@ -5,6 +5,7 @@ trained on without anyone noticing.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ def _rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, object) for each line that is not blank."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path}: no permission to read it")
     empty = True
     # Lines are split at b"\n" alone: str.splitlines would also cut at U+2028, which is legal inside a JSON string.
     with open(path, "rb") as file:

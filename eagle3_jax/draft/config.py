@@ -74,7 +74,7 @@ def draft_config_from_speculators(raw: dict[str, Any], where: str, taps: TapSet 
 
 
 def _taps(raw: dict[str, Any], where: str, given: TapSet | None) -> TapSet:
-    block = raw.get("eagle3_jax", {})
+    block = raw.get("eagle3_jax") or {}
     if block.get("taps_convention", "block-input") != "block-input":
         raise WiringError(f"{where} numbers taps by {block['taps_convention']!r}; only block-input is written and read")
     own = block.get("taps")

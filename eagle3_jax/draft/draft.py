@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from eagle3_jax.data.vocabulary import check_map, t2d, to_absolute, to_offsets
@@ -155,7 +156,7 @@ def load_draft(path: str | Path, dtype: str | None = None, taps=None, target: Ta
     if EMBEDDING not in tensors:
         shapes.pop(EMBEDDING)
     params = fill(shapes, tensors.items(), None if dtype is None else jnp.dtype(dtype), where)
-    facts = {**raw.get("eagle3_jax", {}), "verifier": raw.get("speculators_config", {}).get("verifier", {})}
+    facts = {**(raw.get("eagle3_jax") or {}), "verifier": (raw.get("speculators_config") or {}).get("verifier") or {}}
     draft = Draft(config, graph, params, d2t, facts)
     return draft if target is None else draft.bind(target)
 
@@ -198,8 +199,9 @@ def save_draft(draft: Draft, path: str | Path, speculative_tokens: int = 3) -> N
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _replace_folder(temporary, place)
-    except OSError as error:
-        raise UserError(f"cannot write the draft / {place} / {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write the draft / {place} / {reason} / free space and run again") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -215,4 +217,4 @@ def _replace_folder(new: Path, place: Path) -> None:
     old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.old")
     os.replace(place, old)
     os.replace(new, place)
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)

@@ -29,13 +29,11 @@ def empty_cache(layers: int, batch: int, heads: int, length: int, head_dim: int,
     return tuple(KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
 
 
-def causal(document_ids: Int[Array, "B T"], window: int | None = None) -> Attend:
-    """Attention within a packed row: token t sees tokens j <= t of its own document (and j > t - window)."""
+def causal(document_ids: Int[Array, "B T"]) -> Attend:
+    """Attention within a packed row: token t sees tokens j <= t of its own document."""
     length = document_ids.shape[1]
     slots = jnp.arange(length)
     mask = (slots[:, None] >= slots[None, :]) & (document_ids[:, :, None] == document_ids[:, None, :])
-    if window is not None:
-        mask &= slots[None, :] > slots[:, None] - window
 
     def attend(q, k, v, cache):
         return full_attention(q, k, v, mask), cache
@@ -46,9 +44,9 @@ def causal(document_ids: Int[Array, "B T"], window: int | None = None) -> Attend
 def full_attention(
     q: Float[Array, "B T N D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], mask: Bool[Array, "B T T"]
 ) -> Float[Array, "B T N D"]:
-    """Softmax attention over whole rows: the fused kernel of `jax.nn` on accelerators, a float32 form on CPU.
+    """Softmax attention over whole rows: `jax.nn.dot_product_attention`, and a float32 form on CPU.
 
-    On CPU the fused form takes two to three times as long (docs/performance.md).
+    On CPU the former takes two to three times as long (docs/performance.md).
     """
     return jax.lax.platform_dependent(
         *(q, k, v, mask),
@@ -80,7 +78,7 @@ def _heads_first(x: Float[Array, "B T K D"], heads: int) -> Float[Array, "B N T 
     return jnp.repeat(x.astype(jnp.float32).transpose(0, 2, 1, 3), heads // x.shape[2], axis=1)
 
 
-def cached(positions: Int[Array, "B T"], window: int | None = None) -> Attend:
+def cached(positions: Int[Array, "B T"]) -> Attend:
     """Attention of T consecutive tokens a sequence over a cache: keys are written at `positions` first.
 
     Token at position p sees cache entries <= p; entries beyond are leftovers of rejected tokens, never read before
@@ -92,8 +90,6 @@ def cached(positions: Int[Array, "B T"], window: int | None = None) -> Attend:
         cache = KV(_write(cache.k, k, start), _write(cache.v, v, start))
         entries = jnp.arange(cache.k.shape[2])
         mask = entries <= positions[..., None]
-        if window is not None:
-            mask &= entries > positions[..., None] - window
         return _grouped(q, cache.k, cache.v, mask), cache
 
     return attend

@@ -1,6 +1,5 @@
 """Static facts of a decoder, read from a Hugging Face config.json. Hashable: part of the jit cache key."""
 
-import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -143,10 +142,6 @@ def decoder_config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "rope_parameters": config.rope.to_hf(),
     }
-
-
-def with_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
-    return dataclasses.replace(config, num_layers=num_layers)
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:

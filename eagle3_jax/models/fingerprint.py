@@ -31,7 +31,7 @@ def target_fingerprint(config: DecoderConfig, params: Params) -> dict[str, Any]:
         **config.facts,
         "dtype": str(matrices[0].dtype),
         "sample": [float(f"{v:.4g}") for v in values],
-        "hash": hashlib.sha256(values.tobytes()).hexdigest()[:16],
+        "hash": hashlib.sha256(values.tobytes() + str(matrices[0].dtype).encode()).hexdigest()[:16],
     }
 
 

@@ -17,7 +17,7 @@ from eagle3_jax.models.config import DecoderConfig, decoder_config
 from eagle3_jax.models.fingerprint import target_fingerprint, tokenizer_fingerprint
 from eagle3_jax.models.llama import LlamaForCausalLM
 from eagle3_jax.models.weights import Graph, Params, abstract_params, fill, read_json, read_tensors, safetensors_files
-from eagle3_jax.taps import LastHidden, Taps, TapSet
+from eagle3_jax.taps import Taps, TapSet
 
 _FAMILIES = {"LlamaForCausalLM": LlamaForCausalLM}
 
@@ -42,6 +42,7 @@ class Target:
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     hub_id: str | None
+    no_tokenizer: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -73,7 +74,8 @@ class Target:
 
     def require_tokenizer(self) -> Any:
         if self.tokenizer is None:
-            raise UserError(f"the target has no tokenizer / {self.path} / add its tokenizer files to the folder")
+            reason = self.no_tokenizer or "add its tokenizer files to the folder"
+            raise UserError(f"the target has no tokenizer / {self.path} / {reason}")
         return self.tokenizer
 
 
@@ -94,7 +96,7 @@ def _forward(graph, taps: TapSet | None, params: Params, ids, lengths):
     documents = jnp.where(positions < lengths[:, None], 0, -1)
     per_token = jnp.broadcast_to(lengths[:, None], ids.shape)
     last, tapped, _ = model(ids, positions, causal(documents), taps=taps, lengths=per_token)
-    return model.logits(last), tapped, LastHidden(last.array, last.normed)
+    return model.logits(last), tapped, last
 
 
 def load_target(path: str | Path, dtype: str = "bfloat16") -> Target:
@@ -106,10 +108,10 @@ def load_target(path: str | Path, dtype: str = "bfloat16") -> Target:
     place = resolve(path)
     if place.suffix == ".gguf":
         raw, tensors = gguf.gguf_config(place), gguf.gguf_tensors(place)
-        tokenizer, generation = gguf_tokenizer.gguf_tokenizer(place), {}
+        (tokenizer, no_tokenizer), generation = _gguf_tokenizer(place), {}
     else:
         raw, tensors = read_json(place / "config.json"), read_tensors(safetensors_files(place))
-        tokenizer = _folder_tokenizer(place)
+        tokenizer, no_tokenizer = _folder_tokenizer(place), None
         generation_file = place / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
     architecture = (raw.get("architectures") or ["none"])[0]
@@ -121,7 +123,7 @@ def load_target(path: str | Path, dtype: str = "bfloat16") -> Target:
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
     params = fill(shapes, tensors, jnp.dtype(dtype), str(place), ignore)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
-    return Target(str(place), config, graph, params, tokenizer, _end_tokens(raw, generation), hub_id)
+    return Target(str(place), config, graph, params, tokenizer, _end_tokens(raw, generation), hub_id, no_tokenizer)
 
 
 def resolve(path: str | Path) -> Path:
@@ -136,7 +138,9 @@ def resolve(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download  # a second of import that only hub users pay
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+        return Path(
+            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+        )
     except Exception as error:  # the hub client raises a dozen unrelated types; each becomes one line
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"no local folder {path} and the hub did not give it / {reason[:200]}") from error
@@ -147,7 +151,18 @@ def _folder_tokenizer(folder: Path) -> Any:
         return None
     from transformers import AutoTokenizer  # imported here: it costs more than a second
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # a torn file raises whatever its parser does
+        raise UserError(f"cannot read the tokenizer / {folder} / {' '.join(str(error).split())[:200]}") from error
+
+
+def _gguf_tokenizer(file: Path) -> tuple[Any, str | None]:
+    """The tokenizer in a GGUF, or None and the reason: a target without one still computes."""
+    try:
+        return gguf_tokenizer.gguf_tokenizer(file), None
+    except UserError as error:
+        return None, str(error)
 
 
 def _end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

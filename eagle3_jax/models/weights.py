@@ -49,11 +49,16 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"missing file / {path} / point to a folder that has it") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path.name} / {path} / {error.strerror}: point to a folder that has it"
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"not valid JSON / {path} / {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"expected a JSON object / {path} / it holds a {type(content).__name__}")
+    return content
 
 
 class Graph:

@@ -129,8 +129,8 @@ def _commit(results, i, new, limits, stop, on_tokens) -> None:
 
 
 def sampling_for(seeds: Sequence[int], temperature: float, top_p: float, top_k: int) -> Sampling | None:
-    """Sampling state of one request a seed; None (greedy) at temperature 0."""
-    if temperature == 0:
+    """Sampling state of one request a seed; None (greedy) at temperature 0, and where logits would overflow float32."""
+    if temperature < 1e-5:
         return None
     keys = jax.vmap(jax.random.key)(jnp.asarray([seed % 2**32 for seed in seeds], jnp.uint32))
     batch = len(seeds)

@@ -30,7 +30,10 @@ def choose(logits: Float[Array, "B R V"], positions: Int[Array, "B R"], sampling
 
 
 def filtered(logits: Float[Array, "B R V"], sampling: Sampling) -> Float[Array, "B R V"]:
-    """Logits divided by the temperature, with everything outside top-k and then top-p at -inf."""
+    """Logits divided by the temperature, with everything outside top-k and then top-p at -inf.
+
+    The likeliest token always stays; top_p 1 cuts nothing (a cumulative sum in float32 reaches 1 before the tail does).
+    """
     scaled = logits / sampling.temperature[:, None, None]
     ordered = jnp.sort(scaled, axis=-1)[..., ::-1]
     vocabulary = logits.shape[-1]
@@ -38,6 +41,7 @@ def filtered(logits: Float[Array, "B R V"], sampling: Sampling) -> Float[Array, 
     within_k = jnp.arange(vocabulary) < kept
     probabilities = jax.nn.softmax(jnp.where(within_k, ordered, -jnp.inf), axis=-1)
     mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    within = within_k & (mass_before < sampling.top_p[:, None, None])
+    top_p = sampling.top_p[:, None, None]
+    within = within_k & ((mass_before < top_p) | (top_p >= 1.0) | (jnp.arange(vocabulary) == 0))
     threshold = jnp.min(jnp.where(within, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(scaled >= threshold, scaled, -jnp.inf)

@@ -14,14 +14,26 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from eagle3_jax.data.packing import Packed
+from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.taps import TapSet, require
 
 
-def wiring_facts(taps: TapSet, d2t: np.ndarray, target_fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal for a checkpoint to go on with: taps, vocabulary map, target."""
-    digest = hashlib.sha256(np.asarray(d2t, np.int64).tobytes()).hexdigest()[:16]
-    return {"taps": list(taps), "d2t": digest, "target": target_fingerprint["hash"]}
+def wiring_facts(draft: Draft, target_fingerprint: dict[str, Any], train: Packed, heldout: Packed) -> dict[str, Any]:
+    """What must be equal for a checkpoint to go on with: taps, draft, vocabulary map, target, packed data."""
+    return {
+        "taps": list(draft.taps),
+        "draft": hashlib.sha256(repr(draft.config).encode()).hexdigest()[:16],
+        "d2t": _digest(np.asarray(draft.d2t, np.int64)),
+        "target": target_fingerprint["hash"],
+        "train": _digest(train.input_ids, train.loss_mask, train.document_ids),
+        "heldout": _digest(heldout.input_ids, heldout.loss_mask, heldout.document_ids),
+    }
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
 
 
 def _os_error(message: str) -> str | None:

@@ -17,7 +17,8 @@ def simulate(
 ) -> AcceptanceMeter:
     """Acceptance counts and walk of `depth` draft tokens over documents (ids, loss mask), packed to `length`.
 
-    On the target's own greedy answers the walk is what `generate` accepts (exactly so in float32).
+    On the target's own greedy answers the walk is what `generate` accepts, in float32 round by round; only an answer's
+    last round is cut at its end here and not there.
     """
     draft = draft.bind(target)
     setup = Setup(target.graph, draft.graph, draft.taps, None, depth, 1.0, 0.0, str(draft.dtype))

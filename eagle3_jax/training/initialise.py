@@ -49,10 +49,8 @@ def initial_draft(shape: DraftShape, target: Target, d2t: np.ndarray, seed: int,
     key = jax.random.key(seed)
     params: Params = {}
     for i, (name, size) in enumerate(sorted(shapes.items())):
-        if len(size) == 1:
-            value = jnp.ones(size) if name.endswith("norm.weight") or "norm." in name else jnp.zeros(size)
-        else:
-            value = jax.random.normal(jax.random.fold_in(key, i), size) / math.sqrt(size[-1])
+        drawn = jax.random.normal(jax.random.fold_in(key, i), size) / math.sqrt(size[-1])
+        value = jnp.ones(size) if len(size) == 1 else drawn  # every vector is a norm: new drafts have no bias
         insert(params, name, value)
     head = target.params.get("lm_head", target.params["model"]["embed_tokens"])["weight"]
     params["lm_head"]["weight"] = head[jnp.asarray(d2t)].astype(jnp.float32)

@@ -78,16 +78,6 @@ class Acceptance(NamedTuple):
     total: Int[Array, "S"]
     before: Int[Array, "S"]
 
-    @property
-    def full(self) -> Array:
-        """Full acceptance at each depth: share of supervised slots whose first tokens up to there are all right."""
-        return self.right / jnp.maximum(self.total, 1)
-
-    @property
-    def conditional(self) -> Array:
-        """Acceptance at each depth given that all earlier depths were right."""
-        return self.right / jnp.maximum(self.before, 1)
-
 
 def hits(
     step_logits: list[Array], teacher_argmax: Int[Array, "B T"], d2t: Int[Array, "Vd"]

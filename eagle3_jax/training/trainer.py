@@ -4,6 +4,7 @@ The order of reading is the order of the file: prepare (target, documents, draft
 checkpoints), finish (export of the best state, result.json).
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from eagle3_jax.config import Config
 from eagle3_jax.data.packing import Packed
 from eagle3_jax.data.vocabulary import coverage, draft_vocabulary
 from eagle3_jax.draft.draft import Draft, load_draft, save_draft
+from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target, load_target
 from eagle3_jax.taps import require
 from eagle3_jax.training import run_folder
@@ -31,7 +33,7 @@ from eagle3_jax.training.dataset import (
     steps_an_epoch,
 )
 from eagle3_jax.training.features import FeatureCache
-from eagle3_jax.training.initialise import initial_draft
+from eagle3_jax.training.initialise import draft_config, initial_draft
 from eagle3_jax.training.interrupt import deferred_interrupt
 from eagle3_jax.training.metrics import AcceptanceMeter
 from eagle3_jax.training.optimiser import learning_rate_factor, make_optimiser
@@ -122,26 +124,35 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
         config.training.compute_dtype,
     )
     frozen = Frozen(target.params, draft.params["embed_tokens"], jnp.asarray(draft.d2t))
-    facts = wiring_facts(draft.taps, draft.d2t, target.fingerprint)
+    facts = wiring_facts(draft, target.fingerprint, packed, heldout)
     run_folder.begin(folder, config)
     checkpoints = Checkpoints(folder / "checkpoints", facts)
-    run_folder.write_provenance(folder, config, target, packed, documents)
+    if checkpoints.latest is None:
+        run_folder.write_provenance(folder, config, target, packed, documents)
+    if draft.facts["verifier"]["name_or_path"] is None:
+        say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
     return Run(config, target, draft, packed, heldout, total, setup, frozen, checkpoints)
 
 
 def _first_draft(config: Config, target: Target, documents, init_from: str | None) -> Draft:
     facts = {
-        "verifier": {"name_or_path": config.target.hub_id or target.hub_id, "architectures": ["LlamaForCausalLM"]},
+        "verifier": {
+            "name_or_path": config.training.target_hub_id or target.hub_id,
+            "architectures": ["LlamaForCausalLM"],
+        },
         "target": {
-            "hub_id": config.target.hub_id or target.hub_id,
+            "hub_id": config.training.target_hub_id or target.hub_id,
             "fingerprint": target.fingerprint,
             "tokenizer_fingerprint": target.tokenizer_fingerprint,
         },
     }
     if init_from is not None:
         draft = load_draft(init_from, "float32", target=target)
-        if config.draft.taps != "paper":
-            require(draft.taps, type(draft.taps)(config.draft.taps))
+        wanted = draft_config(config.draft, target)
+        require(draft.taps, wanted.taps)
+        differing = [name for name, value in vars(wanted).items() if vars(draft.config)[name] != value]
+        if differing:
+            raise UserError(f"--init-from {init_from} differs from the config's draft in {', '.join(differing)}")
         return Draft(draft.config, draft.graph, draft.params, draft.d2t, facts)
     size = min(config.draft.vocab_size, target.config.vocab_size)
     d2t = draft_vocabulary(documents, size, target.config.vocab_size, always=target.eos_token_ids)
@@ -178,9 +189,14 @@ def _loop(run: Run, state: TrainState, spent: float, folder: Path, progress) -> 
             rate = jnp.float32(learning_rate_factor(run.config.optimiser, done))
             state, outcome = train_step(run.setup, run.frozen, state, batch, features, rate)
             metrics = _step_metrics(run, step, outcome, batch)
+            if not math.isfinite(metrics["loss"]):
+                raise UserError(
+                    f"loss is {metrics['loss']} at step {step} / {folder} / lower the learning rate, --resume"
+                )
             step += 1
             seconds = time.perf_counter() - begin
-            heldout = evaluate(run, state) if step % training.evaluate_every == 0 else None
+            ends = _progress(run, step, time.perf_counter() - began) >= 1.0
+            heldout = evaluate(run, state) if ends or step % training.evaluate_every == 0 else None
             metrics["seconds"] = round(seconds, 4)
             metrics["tokens_per_second"] = round(float((batch.document_ids >= 0).sum()) / seconds, 1)
             metrics_file.write(metrics if heldout is None else {**metrics, "heldout": heldout})
@@ -189,9 +205,9 @@ def _loop(run: Run, state: TrainState, spent: float, folder: Path, progress) -> 
                 progress(Report(step, _progress(run, step, elapsed), elapsed, metrics, heldout))
             except KeyboardInterrupt:  # a display's way of asking
                 interrupted.set()
-            if step % training.checkpoint_every == 0:
-                heldout = _save(run, state, heldout, elapsed)
-        return state, _save(run, state, heldout, time.perf_counter() - began)
+            if ends or step % training.checkpoint_every == 0:
+                _save(run, state, heldout, elapsed)
+        return state, heldout or evaluate(run, state)
 
 
 def _progress(run: Run, step: int, seconds: float) -> float:
@@ -240,11 +256,10 @@ def evaluate(run: Run, state: TrainState) -> dict[str, Any]:
     return {"loss_first_step": sum(loss * count for loss, count in losses) / weight, **meter.summary()}
 
 
-def _save(run: Run, state: TrainState, heldout: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
-    heldout = evaluate(run, state) if heldout is None else heldout
-    extra = {"heldout": heldout, "seconds": seconds}
-    run.checkpoints.save(int(state.step), state, extra, heldout["simulated_tau"])
-    return heldout
+def _save(run: Run, state: TrainState, heldout: dict[str, Any] | None, seconds: float) -> None:
+    """A checkpoint to go on from; with a held-out evaluation also a candidate for the best."""
+    tau = None if heldout is None else heldout["simulated_tau"]
+    run.checkpoints.save(int(state.step), state, {"heldout": heldout, "seconds": seconds}, tau)
 
 
 def _finish(run: Run, state: TrainState, folder: Path, heldout: dict[str, Any], say) -> dict[str, Any]:
