@@ -70,6 +70,8 @@ class OptimiserConfig(_Strict):
 class TrainingConfig(_Strict):
     """ttt_steps: unrolled draft steps. batch_rows: packed rows an optimiser step. features: see training.features.
 
+    train_head: the draft's head starts as the target's rows; false keeps it so (speculators since 0.5), which
+    generalises better from little data.
     feature_loss: weight of the distance between the draft's output and the target's last hidden state one token on.
     EAGLE-3 trains without it (0); with little data it helps (docs/experiments.md).
     target_hub_id: the name under which servers load the target, where the path is no hub name (a GGUF, a local copy).
@@ -81,6 +83,7 @@ class TrainingConfig(_Strict):
     batch_rows: Positive = 8
     ttt_steps: Annotated[int, Field(ge=1, le=16)] = 3
     step_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    train_head: bool = True
     feature_loss: Annotated[float, Field(ge=0)] = 0.0
     features: Literal["online", "ram"] = "online"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -35,7 +35,7 @@ STRATEGIES = ("chain:1", "chain:2", "chain:3")
 class DemoSize:
     """prompts: held-out prompts measured; tokens: new tokens each; identity_tokens: new tokens each in float32."""
 
-    prompts: int = 12
+    prompts: int = 10
     tokens: int = 96
     identity_tokens: int = 48
 

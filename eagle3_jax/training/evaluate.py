@@ -22,10 +22,9 @@ def simulate(
     """
     draft = draft.bind(target)
     setup = Setup(target.graph, draft.graph, draft.taps, None, depth, 1.0, 0.0, str(draft.dtype))
-    frozen = Frozen(target.params, draft.params["embed_tokens"], jnp.asarray(draft.d2t))
-    trainable = {key: value for key, value in draft.params.items() if key != "embed_tokens"}
+    frozen = Frozen(target.params, draft.params, jnp.asarray(draft.d2t))
     meter = AcceptanceMeter(depth)
     for _, batch in batches_in_order(pack(documents, length), batch_rows):
-        outcome = evaluate_batch(setup, frozen, trainable, batch, None)
+        outcome = evaluate_batch(setup, frozen, {}, batch, None)
         meter.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids)
     return meter

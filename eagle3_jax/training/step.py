@@ -1,6 +1,6 @@
 """The jitted functions of training: one optimiser step, one evaluation of a batch.
 
-Parameters are split once: `trainable` (float32 masters) and `frozen` (the target, and the draft's embedding).
+Parameters are split once: `trainable` (float32 masters) and `frozen` (the target, the draft's embedding).
 """
 
 import functools
@@ -32,10 +32,13 @@ class Setup(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """Arrays that training reads and never changes. d2t: int32 [Vd], target id of each draft id."""
+    """Arrays that training reads and never changes.
+
+    draft: the draft's embedding, and its head if that is frozen. d2t: int32 [Vd], target id of each draft id.
+    """
 
     target: Params
-    embedding: Params
+    draft: Params
     d2t: Int[Array, "Vd"]
 
 
@@ -103,7 +106,7 @@ def evaluate_batch(setup: Setup, frozen: Frozen, trainable: Params, batch: Batch
 
 def _loss(setup: Setup, frozen: Frozen, batch: Batch, features: Features, trainable: Params):
     dtype = jnp.dtype(setup.compute_dtype)
-    params = jax.tree.map(lambda p: p.astype(dtype), {**trainable, "embed_tokens": frozen.embedding})
+    params = jax.tree.map(lambda p: p.astype(dtype), {**trainable, **frozen.draft})
     model = setup.draft.merge(params)
     taps = features.taps.map(lambda a: a.astype(dtype))
     positions = document_positions(batch.document_ids)

@@ -123,7 +123,8 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
         config.training.feature_loss,
         config.training.compute_dtype,
     )
-    frozen = Frozen(target.params, draft.params["embed_tokens"], jnp.asarray(draft.d2t))
+    kept = {key: draft.params[key] for key in frozen_parts(config)}
+    frozen = Frozen(target.params, kept, jnp.asarray(draft.d2t))
     facts = wiring_facts(draft, target.fingerprint, packed, heldout)
     run_folder.begin(folder, config)
     checkpoints = Checkpoints(folder / "checkpoints", facts)
@@ -132,6 +133,11 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     if draft.facts["verifier"]["name_or_path"] is None:
         say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
     return Run(config, target, draft, packed, heldout, total, setup, frozen, checkpoints)
+
+
+def frozen_parts(config: Config) -> tuple[str, ...]:
+    """Top-level parameters of the draft that stay as they began."""
+    return ("embed_tokens",) if config.training.train_head else ("embed_tokens", "lm_head")
 
 
 def _first_draft(config: Config, target: Target, documents, init_from: str | None) -> Draft:
@@ -161,7 +167,7 @@ def _first_draft(config: Config, target: Target, documents, init_from: str | Non
 
 def _start(run: Run, say) -> tuple[TrainState, float]:
     """The state to train from and the seconds of training behind it: fresh, or the newest checkpoint's."""
-    trainable = {key: value for key, value in run.draft.params.items() if key != "embed_tokens"}
+    trainable = {key: value for key, value in run.draft.params.items() if key not in run.frozen.draft}
     # Copies: some weights begin as the target's own arrays, and the step takes its state's memory over.
     trainable = jax.tree.map(lambda p: jnp.array(p, jnp.float32), trainable)
     state = TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32))
@@ -269,7 +275,7 @@ def _finish(run: Run, state: TrainState, folder: Path, heldout: dict[str, Any], 
         candidate, extra, _ = run.checkpoints.restore(state, best)
         if extra["heldout"]["simulated_tau"] > heldout["simulated_tau"]:
             state, heldout, step = candidate, extra["heldout"], best
-    params = {**jax.tree.map(jnp.asarray, state.trainable), "embed_tokens": run.frozen.embedding}
+    params = {**jax.tree.map(jnp.asarray, state.trainable), **run.frozen.draft}
     dtype = jnp.dtype(run.config.target.dtype)
     facts = {**run.draft.facts, "training": {"step": step, "ttt_steps": run.config.training.ttt_steps, **heldout}}
     params = jax.tree.map(lambda p: p.astype(dtype), params)

@@ -250,7 +250,7 @@ def test_a_missing_shard_is_named(small: Path, tmp_path: Path) -> None:
 
 def test_a_folder_without_config_is_refused(small: Path) -> None:
     (small / "config.json").unlink()
-    refused(small, r"missing file / .*config\.json")
+    refused(small, r"cannot read config\.json / .*config\.json")
 
 
 def test_a_broken_config_is_refused(small: Path) -> None:

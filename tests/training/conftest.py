@@ -41,7 +41,7 @@ class World:
     def config(self, runs_dir: Path, name: str = "run", **sections: dict[str, Any]) -> Config:
         """A float32 config of 4 steps an epoch on the few documents; sections replace single values."""
         raw: dict[str, Any] = {
-            "target": {"path": str(self.folder), "dtype": "float32", "hub_id": "someone/tiny"},
+            "target": {"path": str(self.folder), "dtype": "float32"},
             "data": {"train": self.few, "heldout": self.heldout, "length": 96},
             "draft": {"taps": [1, 2, 4], "vocab_size": 40},
             "optimiser": {"learning_rate": 1e-2},
@@ -51,6 +51,7 @@ class World:
                 "ttt_steps": 2,
                 "evaluate_steps": 3,
                 "compute_dtype": "float32",
+                "target_hub_id": "someone/tiny",
                 "evaluate_every": 2,
                 "checkpoint_every": 4,
             },

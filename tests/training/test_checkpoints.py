@@ -10,10 +10,16 @@ import pytest
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.taps import TapSet, WiringError
-from eagle3_jax.training.checkpoints import Checkpoints, wiring_facts
+from eagle3_jax.training.checkpoints import Checkpoints
 from eagle3_jax.training.run_folder import Metrics, write_json
 
-FACTS = wiring_facts(TapSet([1, 2, 3]), np.arange(5), {"hash": "abc", "sample": [1.0]})
+
+def facts_of(taps: TapSet, d2t: np.ndarray, target: str) -> dict:
+    """As `wiring_facts` makes them, without a draft and data."""
+    return {"taps": list(taps), "d2t": d2t.tobytes().hex(), "target": target}
+
+
+FACTS = facts_of(TapSet([1, 2, 3]), np.arange(5), "abc")
 
 
 def state_of(value: float) -> dict:
@@ -88,7 +94,7 @@ def test_other_wiring_is_refused_before_anything_is_restored(opened, tmp_path, f
     opened(tmp_path).save(1, state_of(1), {}, 1.1)
     taps, d2t, fingerprint = facts
     with pytest.raises(error, match=words) as raised:
-        opened(tmp_path, wiring_facts(taps, d2t, {"hash": fingerprint})).restore(template=None)  # fits nothing
+        opened(tmp_path, facts_of(taps, d2t, fingerprint)).restore(template=None)  # fits nothing
     assert "\n" not in str(raised.value)
 
 

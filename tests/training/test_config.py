@@ -46,7 +46,7 @@ def test_defaults_are_those_of_the_paper(load) -> None:
         ("draft.taps=[2, 1, 4]", "draft", "taps", [2, 1, 4]),
         ("training.minutes=2.5", "training", "minutes", 2.5),
         ("data.train=[a, b]", "data", "train", ["a", "b"]),
-        ("target.hub_id=org/model=x", "target", "hub_id", "org/model=x"),
+        ("training.target_hub_id=org/model=x", "training", "target_hub_id", "org/model=x"),
         ("optimiser.betas=[0.8, 0.9]", "optimiser", "betas", (0.8, 0.9)),
     ],
 )

@@ -347,7 +347,7 @@ def test_the_seconds_before_an_interruption_count(world, tmp_path) -> None:
 
 
 def test_init_from_keeps_weights_and_vocabulary(world, trained, tmp_path) -> None:
-    config = world.config(tmp_path, draft={"vocab_size": 20})
+    config = world.config(tmp_path)
     run = trainer.prepare(config, config.run_dir, world.target, str(trained / "export"), lambda line: None)
     run.checkpoints.close()
     exported = e3.load_draft(trained / "export")
@@ -366,5 +366,7 @@ def test_init_from_goes_on_learning(world, trained, tmp_path) -> None:
 def test_init_from_that_contradicts_the_config(world, trained, tmp_path) -> None:
     with pytest.raises(e3.WiringError, match="expected .*block 1 input.* got"):
         train(world, world.config(tmp_path, draft={"taps": [2, 1, 4]}), init_from=str(trained / "export"))
+    with pytest.raises(UserError, match="differs from the config's draft in draft_vocab_size"):
+        train(world, world.config(tmp_path, draft={"vocab_size": 20}), init_from=str(trained / "export"))
     with pytest.raises(UserError):
         train(world, world.config(tmp_path), init_from=str(tmp_path / "absent"))
