@@ -28,16 +28,16 @@ from eagle3_jax.training.evaluate import simulate
 from eagle3_jax.training.run_folder import read_result, write_json
 from eagle3_jax.training.trainer import train
 
-STRATEGIES = ("chain:1", "chain:2", "chain:3")
+STRATEGIES = ("chain:1", "chain:2")
 
 
 @dataclass(frozen=True)
 class DemoSize:
     """prompts: held-out prompts measured; tokens: new tokens each; identity_tokens: new tokens each in float32."""
 
-    prompts: int = 10
-    tokens: int = 96
-    identity_tokens: int = 48
+    prompts: int = 8
+    tokens: int = 80
+    identity_tokens: int = 40
 
 
 def run_demo(config: Config, size: DemoSize, progress: Callable, say: Callable[[str], None]) -> dict[str, Any]:
