@@ -34,7 +34,7 @@ demo: .venv/.demo-model
 test: .venv/.ready
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
