@@ -27,6 +27,7 @@ def config(target, tmp_path) -> Path:
     """A config of four steps, evaluated once, in the test's own folder."""
     data = write_chats(tmp_path / "chats.jsonl")
     training = {"epochs": 2, "batch_rows": 2, "ttt_steps": 2, "evaluate_steps": 2, "compute_dtype": "float32"}
+    training["target_hub_id"] = "someone/tiny"
     path = tmp_path / "config.yaml"
     path.write_text(
         yaml.safe_dump(

@@ -53,6 +53,8 @@ def test_keys_that_servers_read() -> None:
 def test_missing_taps_are_refused_unless_given() -> None:
     raw = written(config())
     raw["eagle_aux_hidden_state_layer_ids"] = None
+    assert draft_config_from_speculators(raw, "here").taps == config().taps  # our own block still names them
+    del raw["eagle3_jax"]
     with pytest.raises(WiringError, match="does not say which target layers.*--taps"):
         draft_config_from_speculators(raw, "here")
     assert draft_config_from_speculators(raw, "here", TapSet([6, 4, 2])).taps == TapSet([6, 4, 2])
@@ -69,6 +71,17 @@ def test_a_file_that_contradicts_itself_is_refused() -> None:
     raw = written(config())
     raw["eagle3_jax"]["taps"] = [3, 5, 7]
     with pytest.raises(WiringError, match=r"expected \[block 2 input.*got \[block 3 input"):
+        draft_config_from_speculators(raw, "here")
+
+
+def test_another_numbering_of_taps_is_refused() -> None:
+    raw = written(config())
+    raw["eagle3_jax"]["taps_convention"] = "block-output"
+    with pytest.raises(WiringError, match="'block-output'; only block-input"):
+        draft_config_from_speculators(raw, "here")
+    raw = written(config())
+    raw["eagle_aux_hidden_state_layer_ids"] = 2
+    with pytest.raises(WiringError, match="must be a list"):
         draft_config_from_speculators(raw, "here")
 
 

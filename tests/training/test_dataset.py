@@ -101,7 +101,7 @@ def test_nothing_supervised_is_an_error_that_names_the_file(world, tmp_path) -> 
     documents = read_documents(path, world.target)
     assert isinstance(documents, Documents)
     with pytest.raises(UserError, match=rf"nothing to train on.*{path}"):
-        pack_documents(documents, 8, path)
+        pack_documents(documents.items, 8, path)
 
 
 def test_make_batch_takes_the_rows_in_the_order_given() -> None:

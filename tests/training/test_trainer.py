@@ -299,7 +299,7 @@ def test_a_run_does_not_go_on_with_other_inputs(world, tmp_path, what) -> None:
     else:
         params = jax.tree.map(lambda a: a + 1, world.target.params)
         target = e3.Target(target.path, target.config, target.graph, params, None, target.eos_token_ids, None)
-    with pytest.raises(UserError, match=f"another {'d2t' if what == 'data' else 'target'} /"):
+    with pytest.raises(UserError, match=f"another {'d2t, train' if what == 'data' else 'target'} /"):
         trainer.train(config, resume=True, target=target)
 
 
