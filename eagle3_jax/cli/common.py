@@ -1,6 +1,7 @@
 """What several commands share: options, starting JAX, opening a target, writing JSON."""
 
 import json
+import logging
 import os
 import sys
 import uuid
@@ -48,6 +49,8 @@ def start_jax(dtype: DType) -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import jax
 
+    # orbax warns at every checkpoint that has no held-out score; ours say so themselves.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "eagle3_jax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
