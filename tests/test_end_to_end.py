@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M-Instruct from its GGUF: weights, tokenizer, template and decoding together say what is right."""
+"""The real SmolLM2-135M-Instruct from its GGUF: weights, tokenizer, template and decoding together say the truth."""
 
 import pytest
 
