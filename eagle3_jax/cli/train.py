@@ -54,7 +54,7 @@ class TrainingProgress:
     def update(self, report) -> None:
         """Takes one `trainer.Report`."""
         metrics = report.metrics
-        left = report.seconds * (1.0 - report.progress) / max(report.progress, 1e-9)
+        left = report.seconds * max(1.0 - report.progress, 0.0) / max(report.progress, 1e-9)
         line = (
             f"step {report.step}  loss {metrics['loss']:.3f}  simulated tau {metrics['simulated_tau']:.3f}  "
             f"{metrics['tokens_per_second']:.0f} tok/s  {left / 60:.1f} min left"
