@@ -5,6 +5,8 @@ Run all with `make test`, some with `.venv/bin/python -m pytest tests/test_taps.
 
 import importlib.util
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("no deadline", deadline=None)  # the first example compiles
     settings.load_profile("no deadline")
     jax.config.update("jax_disable_most_optimizations", True)
+    # A shell that starts us in the background ignores Ctrl-C for us; the tests of Ctrl-C need it.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
