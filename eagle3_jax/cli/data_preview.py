@@ -49,15 +49,16 @@ def preview_data(
             )
             console.print(f"--- {header} ---", style="bold")
             console.print(_text(loaded.tokenizer, ids, mask, brackets=not console.is_terminal))
-    counts = dataclasses.asdict(packed.report) | {
+    report = packed.report
+    counts = dataclasses.asdict(report) | {
         "tokens": int((packed.document_ids >= 0).sum()),
         "refused": documents.refused,
         "first_refusal": documents.first_refusal,
     }
     note(
-        f"{counts['documents']} documents in {counts['rows']} rows of {length} ({counts['fill_rate']:.0%} full), "
-        f"{counts['supervised_tokens']} of {counts['tokens']} tokens supervised; "
-        f"{counts['cut_documents']} documents cut, {counts['dropped_documents']} with nothing supervised, {documents.refused} refused"
+        f"{report.documents} documents in {report.rows} rows of {length} ({report.fill_rate:.0%} full), "
+        f"{report.supervised_tokens} of {counts['tokens']} tokens supervised; {report.cut_documents} documents cut, "
+        f"{report.dropped_documents} with nothing supervised, {documents.refused} refused"
         + (f" (first: {documents.first_refusal})" if documents.first_refusal else "")
     )
     write_json(json_file, counts)

@@ -53,8 +53,8 @@ class LlamaForCausalLM(nnx.Module):
         return LastHidden(x, normed=False), tapped, None if caches is None else tuple(updated)
 
     def logits(self, last: LastHidden) -> Float[Array, "*rows V"]:
-        """Final norm (unless applied already) and head: float32 logits over the full vocabulary."""
-        return head_logits(last.after_norm(self.model.norm), self.head_weight)
+        """Final norm and head: float32 logits over the full vocabulary."""
+        return head_logits(self.model.norm(last.before_norm()), self.head_weight)
 
     @property
     def head_weight(self) -> Float[Array, "V H"]:

@@ -50,7 +50,8 @@ def _choices(model: LlamaForCausalLM, last: LastHidden) -> Int[Array, "B T"]:
 
     # Row by row: full-vocabulary logits of a whole batch would be the largest array of the step.
     def row(array: jax.Array) -> jax.Array:
-        return jnp.argmax(model.logits(LastHidden(array, last.normed)), axis=-1).astype(jnp.int32)
+        normed = LastHidden(array, last.normed).after_norm(model.model.norm)
+        return jnp.argmax(head_logits(normed, model.head_weight), axis=-1).astype(jnp.int32)
 
     return jax.lax.map(row, last.array)
 

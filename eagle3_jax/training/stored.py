@@ -39,10 +39,10 @@ class StoredFeatures:
                     f"stored features of two kinds / {first.path} ({first.format}), {sample.path} ({sample.format}) / "
                     "train on one"
                 )
-        self.states.require(taps, target.num_layers, str(first.path))
         # The first, one in the middle and the last: a folder may hold the files of several runs.
         for i in sorted({0, len(samples) // 2, len(samples) - 1}):
             verify(samples[i], self.states, target)
+        self.states.require(taps, target.num_layers, str(first.path))
 
     def words(self) -> str:
         """What is read, in one line."""
