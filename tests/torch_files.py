@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-_STORAGE = {"float32": "Float", "bfloat16": "BFloat16", "float16": "Half", "int64": "Long", "bool": "Bool"}
+_STORAGE = {
+    "float32": "Float",
+    "bfloat16": "BFloat16",
+    "float16": "Half",
+    "int32": "Int",
+    "int64": "Long",
+    "bool": "Bool",
+}
 
 
 def torch_bytes(value: Any) -> bytes:

@@ -1,5 +1,6 @@
 """`eagle3 data inspect`: what is in a file of stored features."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,10 @@ def inspect_data(
     _print(found)
     if target is None:
         note("looks are guesses from norms unless marked certain; --target TARGET measures what each state is")
+    elif found["stored"] is None:
+        note("not to be trained from: a state is like none of this target, or none is its last hidden state")
+    else:
+        print(f"config: data.stored: {json.dumps(found['stored'])}")
     write_json(json_file, found)
 
 

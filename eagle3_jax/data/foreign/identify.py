@@ -19,7 +19,7 @@ from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import TapSet, WiringError
 
 _TOKENS = 64  # causal: the first tokens of a document do not need the rest
-_ALIEN = 0.5  # a state further than this from every state of the target is another target's
+ALIEN = 0.5  # a state further than this from every state of the target is another target's
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def verify(sample: Sample, states: StateMap, target: Target) -> None:
         last = target.num_layers
         said = last + 1 if states.normed and i == states.teacher else states.points[i]
         nearest = int(np.argmin(row))
-        if row[nearest] > _ALIEN:
+        if row[nearest] > ALIEN:
             raise UserError(
                 f"{name} is like no state of this target (relative distance {row[nearest]:.2f} at best) / "
                 f"{sample.path} / were the features made with {target.path}?"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.data import foreign
-from eagle3_jax.data.foreign.identify import looks, measure, tokens_needed
+from eagle3_jax.data.foreign.identify import ALIEN, Measured, looks, measure, tokens_needed
 from eagle3_jax.data.foreign.sample import Sample
 from eagle3_jax.models.target import Target
 
@@ -17,8 +17,8 @@ def inspect_features(path: Path, target: Target | None = None) -> dict[str, Any]
 
     Returns {file, format, files, inspected (of those files), tokens, supervised (None: no mask in the file),
     hidden_size, says: {ids, convention, last_hidden, where}, states: [{name, dtype, rms, spread, peak, looks_like,
-    certain, measured}]}; see `identify.Looks` for the numbers. measured, with a target: {tap, normed, words, distance,
-    second}, else None.
+    certain, measured}], stored}; see `identify.Looks` for the numbers. With a target measured is {tap, normed, words,
+    distance, second} and stored the config's `data.stored` (None where no training can read the file); else both None.
     Raises UserError for files that are no stored features, or of another target.
     """
     files = foreign.sample_files(path)
@@ -54,4 +54,15 @@ def inspect_features(path: Path, target: Target | None = None) -> dict[str, Any]
         "hidden_size": first.hidden_size,
         "says": asdict(first.says),
         "states": states,
+        "stored": None if target is None else _stored(first, found, target.num_layers),
     }
+
+
+def _stored(sample: Sample, found: list[Measured], num_layers: int) -> dict[str, Any] | None:
+    """The section `data.stored` that says what was measured; None without a last hidden state or for another target."""
+    named = found[:-1] if sample.last_is_named else found
+    last = [m for m in (found[-1:] if sample.last_is_named else found) if m.point == num_layers]
+    if len(last) != 1 or any(m.distance > ALIEN for m in found):
+        return None
+    norm = "post-norm" if last[0].normed else "pre-norm"
+    return {"ids": [m.point for m in named], "convention": "block-input", "last_hidden": norm}
