@@ -274,11 +274,20 @@ def test_a_file_that_contradicts_the_config(prepare, documents, tmp_path):
     folder = write(tmp_path / "v1", documents[:2], "v1", [1, 2, 4])
     beside = {"speculators_version": "0.3.0", "hidden_states": {"layer_ids": [3, 0, 1]}}
     (tmp_path / "v1" / "data_config.json").write_text(json.dumps(beside))
-    prepare(folder, BEFORE)  # ids and convention are in data_config.json, which lists them in any order
+    prepare(folder, {})  # everything is in data_config.json, which lists the ids in any order
     with pytest.raises(WiringError, match=r"ids is \[1, 2, 3\], but data_config.json .* says \[0, 1, 3\]"):
         prepare(folder, BEFORE | {"ids": [1, 2, 3]})
     with pytest.raises(WiringError, match="convention is block-input, but data_config.json"):
         prepare(folder, BEFORE | INPUTS)
+    with pytest.raises(WiringError, match="last_hidden is post-norm, but data_config.json"):
+        prepare(folder, AFTER)
+    beside["speculators_version"] = "0.6.0"  # who knows what its numbers mean
+    (tmp_path / "v1" / "data_config.json").write_text(json.dumps(beside))
+    with pytest.raises(UserError, match="nobody says .* data.stored.convention"):
+        prepare(folder, BEFORE)
+    (tmp_path / "v1" / "data_config.json").write_text("{}")
+    with pytest.raises(UserError, match="data_config.json"):
+        prepare(folder, BEFORE)
 
 
 def test_features_of_another_target_are_refused(prepare, documents, tmp_path):

@@ -92,7 +92,7 @@ def _is_normed(state: np.ndarray) -> bool:
     """Whether the squares of all tokens lie on one surface; False where there are too few tokens to tell."""
     if not _enough(state):
         return False
-    state = state[: 2 * tokens_needed(state.shape[1])].astype(np.float64)
+    state = state[: tokens_needed(state.shape[1])].astype(np.float64)
     squares = np.square(state / np.sqrt(np.mean(np.square(state))))
     gram = squares.T @ squares
     gram += 1e-9 * np.trace(gram) / len(gram) * np.eye(len(gram))

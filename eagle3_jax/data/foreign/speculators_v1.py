@@ -4,7 +4,7 @@
 
 Its trainer took all but the last of the list as the draft's input and the last as the teacher's, whatever they were.
 The generator of 0.3 and 0.4 wrote `data_config.json` beside the files with the layer ids; there an id means the output
-of that block (spec section 2), and the states come in ascending order whatever order was asked for.
+of that block before any norm, and the states come in ascending order whatever order was asked for.
 """
 
 import json
@@ -51,5 +51,6 @@ def _says(path: Path) -> Says:
         version = str(config["speculators_version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read the layer ids / {beside} / repair or remove the file ({error!r})") from error
-    known = version.startswith(("0.3", "0.4"))
-    return Says(tuple(ids), "block-output" if known else None, None, f"{beside.name} of speculators {version}")
+    where = f"{beside.name} of speculators {version}"
+    known = version.split(".")[:2] in (["0", "3"], ["0", "4"])
+    return Says(tuple(ids), "block-output", "pre-norm", where) if known else Says(tuple(ids), where=where)
