@@ -24,12 +24,30 @@ class TargetConfig(_Strict):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
+class StoredConfig(_Strict):
+    """What the states in files of stored features are (data.foreign): needed where the files do not say, never guessed.
+
+    ids: one number a state, in the order of the file; only a state that is the last hidden state by its name in the
+    file has none. convention: what a number k means, `block-input` (input of block k: vLLM, speculators 0.5 and later,
+    and this project) or `block-output` (output of block k: SGLang, SpecForge, ModelOpt, speculators 0.3 and 0.4).
+    last_hidden: whether the last hidden state is before (`pre-norm`) or after (`post-norm`) the final norm.
+    loss_masks: JSONL of {input_ids, loss_mask}, or a Hugging Face dataset folder, for files without masks of their own.
+    """
+
+    ids: list[Annotated[int, Field(ge=0)]] | None = None
+    convention: Literal["block-input", "block-output"] | None = None
+    last_hidden: Literal["pre-norm", "post-norm"] | None = None
+    loss_masks: str | None = None
+
+
 class DataConfig(_Strict):
-    """train, heldout: JSONL (.gz) of conversations or of {input_ids, loss_mask}. length: tokens of a packed row."""
+    """train, heldout: JSONL (.gz) of conversations or of {input_ids, loss_mask}, or stored features of others (folders
+    or files; see StoredConfig). length: tokens of a packed row."""
 
     train: str | list[str]
     heldout: str | list[str]
     length: Annotated[int, Field(ge=8)] = 2048
+    stored: StoredConfig = StoredConfig()
 
 
 class DraftShape(_Strict):
@@ -66,7 +84,8 @@ class OptimiserConfig(_Strict):
 
 
 class TrainingConfig(_Strict):
-    """ttt_steps: unrolled draft steps. batch_rows: packed rows an optimiser step. features: see training.features.
+    """ttt_steps: unrolled draft steps. batch_rows: packed rows an optimiser step. features: see training.features; with
+    stored features `online` reads the files at each step.
 
     train_head: the draft's head starts as the target's rows; false keeps it so (speculators since 0.5), which
     generalises better from little data.

@@ -9,7 +9,7 @@ this project uses this numbering; foreign conventions are translated here and no
 is the only place where features are concatenated, and it compares both sets in plain Python before any number exists.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import chex
@@ -201,6 +201,10 @@ class LastHidden:
         if self.normed:
             raise WiringError("expected the last hidden state before the final norm, got it after the final norm")
         return self.array
+
+    def after_norm(self, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The array after the final norm: `norm` is applied unless it was already."""
+        return self.array if self.normed else norm(self.array)
 
     def tree_flatten(self):
         return (self.array,), self.normed

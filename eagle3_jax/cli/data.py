@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.data_inspect import inspect_data
+from eagle3_jax.cli.data_preview import preview_data
 from eagle3_jax.errors import UserError
 
 if TYPE_CHECKING:
     from eagle3_jax.data.answers import AnswerCounts
     from eagle3_jax.models.target import Target
 
-data_app = typer.Typer(help="Make training data.")
+data_app = typer.Typer(help="Make training data and look at it.")
+data_app.command("preview")(preview_data)
+data_app.command("inspect")(inspect_data)
 _LOG_EVERY = 60  # seconds between lines where no terminal can show a bar
 
 
 @data_app.callback()
 def _data() -> None:
-    """Make training data."""
+    """Make training data and look at it."""
 
 
 @data_app.command("generate")

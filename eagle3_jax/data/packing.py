@@ -29,11 +29,13 @@ class Packed:
     """Rows of N x L: `input_ids` int32 (0 where padded), `loss_mask` bool, `document_ids` int32.
 
     Documents of a row are numbered 0, 1, ... in `document_ids`, each is contiguous; -1 is padding, at the end only.
+    members[r] are their places in the list that was packed.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     document_ids: np.ndarray
+    members: list[list[int]]
     report: PackingReport
 
 
@@ -78,7 +80,7 @@ def pack(documents: Sequence[Document], length: int) -> Packed:
         dropped_documents=len(documents) - len(kept),
         fill_rate=float((document_ids != PADDING).mean()),
     )
-    return Packed(input_ids, loss_mask, document_ids, report)
+    return Packed(input_ids, loss_mask, document_ids, rows, report)
 
 
 def _first_fit_decreasing(lengths: dict[int, int], capacity: int) -> list[list[int]]:

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from eagle3_jax.data import foreign
+from eagle3_jax.data.foreign import identify
+from eagle3_jax.data.foreign.masks import with_masks
+from eagle3_jax.data.foreign.sample import Sample
 from eagle3_jax.data.packing import Packed, pack
 from eagle3_jax.data.records import Conversation, read_records
 from eagle3_jax.data.template import Document, tokenise
@@ -16,20 +20,32 @@ from eagle3_jax.training.step import Batch
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised records of one or more files; `refused` counts rows whose borders do not survive tokenisation."""
+    """Tokenised records of one or more files; `refused` counts rows whose borders do not survive tokenisation.
+
+    samples: of each item its stored features, where that is what the files hold.
+    """
 
     items: list[Document]
     refused: int
     first_refusal: str | None
+    samples: list[Sample] | None = None
 
 
-def read_documents(files: str | list[str], target: Target) -> Documents:
-    """Reads and tokenises training files. Rows that cannot be masked exactly are left out and counted.
+def read_documents(files: str | list[str], target: Target, loss_masks: str | None = None) -> Documents:
+    """Reads and tokenises training files, or opens stored features (tokens and masks; states stay on disk).
 
-    Raises UserError for unreadable files, conversations without a tokenizer, or if more than a tenth of the rows had to
-    be left out.
+    Rows that cannot be masked exactly are left out and counted; nothing is left out of stored features. loss_masks: see
+    config.StoredConfig.
+    Raises UserError for unreadable files, conversations without a tokenizer, JSONL and stored features in one list, or
+    if more than a tenth of the rows had to be left out.
     """
-    records = [r for file in ([files] if isinstance(files, str) else files) for r in read_records(Path(file))]
+    files = [files] if isinstance(files, str) else files
+    kinds = {foreign.is_stored(file) for file in files}
+    if len(kinds) > 1:
+        raise UserError(f"JSONL and stored features in one list / {', '.join(files)} / train on one kind")
+    if kinds == {True}:
+        return _stored_documents(files, target, loss_masks)
+    records = [r for file in files for r in read_records(Path(file))]
     chats = any(isinstance(record, Conversation) for record in records)
     tokenizer = target.require_tokenizer() if chats else None
     items, refusals = [], []
@@ -41,6 +57,14 @@ def read_documents(files: str | list[str], target: Target) -> Documents:
     if len(refusals) > 0.1 * len(records):
         raise UserError(f"{len(refusals)} of {len(records)} rows cannot be used / first: {refusals[0]}")
     return Documents(items, len(refusals), refusals[0] if refusals else None)
+
+
+def _stored_documents(files: list[str], target: Target, loss_masks: str | None) -> Documents:
+    samples = [foreign.open_sample(path) for file in files for path in foreign.sample_files(file)]
+    for sample in samples:
+        identify.check_fits(sample, target)
+    samples = with_masks(samples, loss_masks)
+    return Documents([(sample.input_ids, sample.loss_mask) for sample in samples], 0, None, samples)
 
 
 def pack_documents(documents: list[Document], length: int, where: str | list[str]) -> Packed:

@@ -1,7 +1,8 @@
 """What the frozen target says about a batch: tapped features, last hidden state, and its own choice at each token.
 
 `online`: the target runs in the same jitted step as the draft. `ram`: its output is kept in memory, row by row, so that
-it runs once however many epochs follow (a row of 512 tokens of SmolLM2 takes 2.4 MB).
+it runs once however many epochs follow (a row of 512 tokens of SmolLM2 takes 2.4 MB). Features stored by others
+(training.stored) take the same form, so that nothing after this module knows the difference.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,10 @@ from eagle3_jax.training.loss import Teacher
 
 
 class Features(NamedTuple):
-    """taps: Taps of [B, T, H]; last: [B, T, H] before the final norm; argmax: int32 [B, T], the target's choice."""
+    """taps: Taps of [B, T, H]; last: [B, T, H]; argmax: int32 [B, T], the target's choice.
+
+    last says whether it is before the final norm (always so when computed here) or after it (some stored features).
+    """
 
     taps: Taps
     last: LastHidden
@@ -33,18 +37,32 @@ def target_features(
     """One forward of the target over packed rows; attention and positions restart at each document."""
     model: LlamaForCausalLM = graph.merge(params)
     last, tapped, _ = model(ids, document_positions(document_ids), causal(document_ids), taps=taps)
+    return Features(tapped, last, _choices(model, last))
+
+
+def complete(graph: Graph, params: Params, taps: Taps, last: LastHidden) -> Features:
+    """Features from stored states: the target's choice follows from the last one, no block of the target runs."""
+    return Features(taps, last, _choices(graph.merge(params), last))
+
+
+def _choices(model: LlamaForCausalLM, last: LastHidden) -> Int[Array, "B T"]:
+    """The full-vocabulary argmax at each token."""
+
     # Row by row: full-vocabulary logits of a whole batch would be the largest array of the step.
-    argmax = jax.lax.map(
-        lambda row: jnp.argmax(model.logits(LastHidden(row, last.normed)), axis=-1).astype(jnp.int32),
-        last.before_norm(),
-    )
-    return Features(tapped, last, argmax)
+    def row(array: jax.Array) -> jax.Array:
+        normed = LastHidden(array, last.normed).after_norm(model.model.norm)
+        return jnp.argmax(head_logits(normed, model.head_weight), axis=-1).astype(jnp.int32)
+
+    return jax.lax.map(row, last.array)
 
 
 def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "Vd"]) -> Teacher:
-    """Logits over the draft vocabulary from the last hidden state: final norm once, then the head's rows of d2t."""
+    """Logits over the draft vocabulary from the last hidden state: final norm once, then the head's rows of d2t.
+
+    A last hidden state stored after the norm is not normed again.
+    """
     model: LlamaForCausalLM = graph.merge(params)
-    normed = model.model.norm(features.last.before_norm())
+    normed = features.last.after_norm(model.model.norm)
     return Teacher(head_logits(normed, model.head_weight[d2t]), features.argmax)
 
 

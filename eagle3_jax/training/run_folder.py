@@ -70,12 +70,21 @@ def write_provenance(folder: Path, config: Config, target, packed, documents) ->
             "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax", "optax", "numpy")},
             "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "device": str(jax.devices()[0])},
             "target": {"path": target.path, "fingerprint": target.fingerprint},
-            "data": {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in files},
+            "data": {file: _digest(Path(file)) for file in files},
             "packing": vars(packed.report),
             "refused_rows": documents.refused,
             "first_refusal": documents.first_refusal,
         },
     )
+
+
+def _digest(path: Path) -> str:
+    """Hash of a file; of a folder of stored features the hash of its files' names and sizes, which may be terabytes."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    listing = sorted((str(f.relative_to(path)), f.stat().st_size) for f in path.rglob("*") if f.is_file())
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
 
 
 def write_json(path: Path, value: Any) -> None:

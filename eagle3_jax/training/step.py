@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.ttt import document_positions, ttt_forward
 from eagle3_jax.models.weights import Graph, Params
-from eagle3_jax.taps import TapSet
-from eagle3_jax.training.features import Features, target_features, teacher
+from eagle3_jax.taps import LastHidden, Taps, TapSet
+from eagle3_jax.training.features import Features, complete, target_features, teacher
 from eagle3_jax.training.loss import Acceptance, acceptance, feature_loss, hits, ttt_loss
 
 
@@ -70,6 +70,12 @@ class Outcome(NamedTuple):
 def compute_features(setup: Setup, frozen: Frozen, batch: Batch) -> Features:
     """The target's side of a batch, for keeping in memory."""
     return target_features(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def complete_features(setup: Setup, frozen: Frozen, taps: Taps, last: LastHidden) -> Features:
+    """The target's side of a batch from stored states."""
+    return complete(setup.target, frozen.target, taps, last)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

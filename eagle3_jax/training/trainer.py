@@ -26,6 +26,7 @@ from eagle3_jax.training import run_folder
 from eagle3_jax.training.budget import Budget
 from eagle3_jax.training.checkpoints import Checkpoints, wiring_facts
 from eagle3_jax.training.dataset import (
+    Documents,
     batches_in_order,
     make_batch,
     pack_documents,
@@ -38,7 +39,16 @@ from eagle3_jax.training.initialise import draft_config, initial_draft
 from eagle3_jax.training.interrupt import deferred_interrupt
 from eagle3_jax.training.metrics import AcceptanceMeter
 from eagle3_jax.training.optimiser import learning_rate_factor, make_optimiser
-from eagle3_jax.training.step import Frozen, Setup, TrainState, compute_features, evaluate_batch, train_step
+from eagle3_jax.training.step import (
+    Frozen,
+    Setup,
+    TrainState,
+    complete_features,
+    compute_features,
+    evaluate_batch,
+    train_step,
+)
+from eagle3_jax.training.stored import StoredFeatures
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ class Run:
     setup: Setup
     frozen: Frozen
     checkpoints: Checkpoints
+    stored: StoredFeatures | None = None
+    heldout_stored: StoredFeatures | None = None
     cache: FeatureCache = field(default_factory=FeatureCache)
     heldout_cache: FeatureCache = field(default_factory=FeatureCache)
 
@@ -99,12 +111,15 @@ def train(
 def prepare(config: Config, folder: Path, target: Target | None, init_from: str | None, say) -> Run:
     """Loads the target, reads and packs the data, makes the first draft; then, nothing being wrong, the run folder."""
     target = load_target(config.target.path, config.target.dtype) if target is None else target
-    documents = read_documents(config.data.train, target)
+    documents = read_documents(config.data.train, target, config.data.stored.loss_masks)
     packed = pack_documents(documents.items, config.data.length, config.data.train)
-    heldout_documents = read_documents(config.data.heldout, target)
+    heldout_documents = read_documents(config.data.heldout, target, config.data.stored.loss_masks)
     heldout = pack_documents(heldout_documents.items, config.data.length, config.data.heldout)
     draft = _first_draft(config, target, documents.items, init_from)
     say(f"taps: {draft.taps.words(target.num_layers)}, joined in this order")
+    stored, heldout_stored = (
+        _stored(config, draft, target, *data, say) for data in ((documents, packed), (heldout_documents, heldout))
+    )
     report = packed.report
     say(
         f"data: {report.documents} documents in {report.rows} rows of {config.data.length}, "
@@ -131,7 +146,21 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
         run_folder.write_provenance(folder, config, target, packed, documents)
     if draft.facts["verifier"]["name_or_path"] is None:
         say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
-    return Run(config, target, draft, packed, heldout, setup, frozen, checkpoints)
+    return Run(config, target, draft, packed, heldout, setup, frozen, checkpoints, stored, heldout_stored)
+
+
+def _stored(config: Config, draft: Draft, target: Target, documents: Documents, packed: Packed, say):
+    """The stored features of documents that have some, checked; None for those the target runs over."""
+    if documents.samples is None:
+        return None
+    stored = StoredFeatures(documents.samples, packed, config.data.stored, draft.taps, target)
+    if config.training.feature_loss and stored.states.normed:
+        raise UserError(
+            "training.feature_loss compares with the last hidden state before the final norm, the stored one is after "
+            "it / set training.feature_loss to 0"
+        )
+    say(stored.words())
+    return stored
 
 
 def frozen_parts(config: Config) -> tuple[str, ...]:
@@ -197,8 +226,9 @@ def _loop(
             begin = time.perf_counter()
             chosen = rows_of_step(step, rows, training.batch_rows, training.seed, budget.pass_steps)
             batch = make_batch(run.train, chosen, training.batch_rows)
-            features = _features(run, run.cache, chosen, batch)
-            of_features = time.perf_counter() - begin
+            features = _features(run, run.stored, run.cache, chosen, batch)
+            # Only what is kept is for the first pass alone.
+            of_features = time.perf_counter() - begin if training.features == "ram" else 0.0
             rate = jnp.float32(learning_rate_factor(run.config.optimiser, step / total))
             state, outcome = train_step(run.setup, run.frozen, state, batch, features, rate)
             metrics = _step_metrics(run, budget, step, outcome, batch)
@@ -232,15 +262,20 @@ def _extra(budget: Budget, heldout: dict[str, Any] | None, seconds: float) -> di
     return {"heldout": heldout, "seconds": seconds, "pass_steps": decided}
 
 
-def _features(run: Run, cache: FeatureCache, rows: list[int], batch):
-    """None for online features; with `ram`, what is kept, computed on first use."""
-    if run.config.training.features == "online":
+def _features(run: Run, stored: StoredFeatures | None, cache: FeatureCache, rows: list[int], batch):
+    """None for online features; otherwise what is stored, or with `ram` kept, read or computed on first use."""
+    keep = run.config.training.features == "ram"
+    if stored is None and not keep:
         return None
     rows = rows + [-1] * (run.config.training.batch_rows - len(rows))
-    features = cache.get(rows)
+    features = cache.get(rows) if keep else None
     if features is None:
-        features = compute_features(run.setup, run.frozen, batch)
-        cache.put(rows, features)
+        if stored is None:
+            features = compute_features(run.setup, run.frozen, batch)
+        else:
+            features = complete_features(run.setup, run.frozen, *stored.rows(rows))
+        if keep:
+            cache.put(rows, features)
     return features
 
 
@@ -263,7 +298,7 @@ def evaluate(run: Run, state: TrainState) -> dict[str, Any]:
     setup = run.setup._replace(steps=training.evaluate_steps)
     meter, losses = AcceptanceMeter(training.evaluate_steps), []
     for rows, batch in batches_in_order(run.heldout, training.batch_rows):
-        features = _features(run, run.heldout_cache, rows, batch)
+        features = _features(run, run.heldout_stored, run.heldout_cache, rows, batch)
         outcome = evaluate_batch(setup, run.frozen, state.trainable, batch, features)
         meter.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids)
         losses.append((float(outcome.losses[0]), int(np.asarray(outcome.counts.total)[0])))

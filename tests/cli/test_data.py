@@ -1,4 +1,4 @@
-"""`eagle3 data generate`: counts, bad input, and going on after being stopped."""
+"""`eagle3 data generate`: counts, bad input, and going on after being stopped; `data preview`, `data inspect`."""
 
 import json
 import os
@@ -8,10 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eagle3_jax.data import answers
+from eagle3_jax.models.target import load_target
 from tests.cli.tiny_target import read_rows, write_prompts
+from tests.tiny import ids_of
+from tests.torch_files import write_torch
+
+FOREIGN = Path(__file__).parents[1] / "golden" / "foreign"
 
 PROMPTS = [[word * n] for n in range(1, 7) for word in ("ab ", "what ")]
 
@@ -123,3 +129,57 @@ def test_killed_in_the_middle_the_same_rows_come_out(eagle3, command, target, tm
     assert 0 < out.read_bytes().count(b"\n") < 60
     assert eagle3(*command).code == 0
     assert read_rows(out) == read_rows(tmp_path / "whole.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------ preview, inspect
+
+
+@pytest.fixture
+def conversations(tmp_path) -> Path:
+    chats = [[("user", "what is a"), ("assistant", "a is b")], [("user", "ab"), ("assistant", "c"), ("user", "d")]]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "chats.jsonl"
+
+
+def test_preview_brackets_what_is_supervised(eagle3, target, conversations, tmp_path):
+    result = eagle3(
+        "data", "preview", conversations, "--target", target, "--length", 128, "--json", tmp_path / "c.json"
+    )
+    assert result.code == 0, result.err
+    assert "<|start|>user\nwhat is a<|end|>\n<|start|>assistant\n⟦a is b<|end|>⟧\n" in result.out
+    assert "⟦c<|end|>⟧\n<|start|>user\nd<|end|>" in result.out
+    assert result.out.count("⟦") == 2 and "row 0: 2 documents" in result.out and result.out.count("--- document") == 2
+    counts = json.loads((tmp_path / "c.json").read_text())
+    assert (counts["documents"], counts["rows"], counts["supervised_tokens"]) == (2, 1, 7 + 2)
+    assert "9 of" in result.err and counts["tokens"] < 128
+    short = eagle3("data", "preview", conversations, "--target", target, "--length", 24, "--rows", 9)
+    assert "cut off" in short.out and "documents cut" in short.err
+    assert eagle3("data", "preview", conversations, "--target", target, "--rows", 0).out == ""
+    assert "no such file" in eagle3("data", "preview", tmp_path / "no.jsonl", "--target", target).complaint
+
+
+def test_inspect_prints_and_writes_what_it_found(eagle3, target, tmp_path):
+    file = FOREIGN / "speculators_v1.pt"
+    result = eagle3("data", "inspect", file, "--json", tmp_path / "found.json")
+    assert result.code == 0 and "speculators v1" in result.out and "hidden_states[3]" in result.out
+    assert "7 tokens, 4 supervised; states are 4 wide" in result.out and "does not say" in result.out
+    assert "--target" in result.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [state["name"] for state in found["states"]] == [f"hidden_states[{i}]" for i in range(4)]
+    assert all(state["rms"] > 0 and state["looks_like"] for state in found["states"]) and found["stored"] is None
+    assert (
+        "4 wide, the target 64" in eagle3("data", "inspect", file, "--target", target, "--dtype", "float32").complaint
+    )
+    assert "torch.nn.modules.linear.Linear" in eagle3("data", "inspect", FOREIGN / "module.pt").complaint
+    assert "neither a zip" in eagle3("data", "inspect", __file__).complaint
+
+
+def test_inspect_with_the_target_says_what_to_write(eagle3, target, tmp_path):
+    loaded = load_target(target, "float32")
+    ids = ids_of(5, 1, 96, vocab_size=loaded.config.vocab_size)
+    states = [np.asarray(array)[0] for array in loaded.forward(ids, taps=(1, 0, 4)).taps.arrays]
+    file = write_torch(tmp_path / "a.pt", {"input_ids": ids[0], "loss_mask": ids[0] * 0, "hidden_states": states})
+    result = eagle3("data", "inspect", file, "--target", target, "--dtype", "float32")
+    assert result.code == 0 and "block 1 input" in result.out and "embedding" in result.out
+    assert 'data.stored: {"ids": [1, 0, 4], "convention": "block-input", "last_hidden": "pre-norm"}' in result.out

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.taps import LastHidden, WiringError
+from eagle3_jax.taps import WiringError
 from eagle3_jax.training import trainer
 from eagle3_jax.training.dataset import make_batch
 from eagle3_jax.training.features import FeatureCache, teacher
@@ -54,13 +54,6 @@ def test_features_are_those_of_each_document_alone(world, run) -> None:
         # The norm's weights are far from one, so that normed twice or not at all would be far off.
         assert relative(made.logits[row, place], alone.logits[i, :size][:, run.draft.d2t]) < 1e-5
         np.testing.assert_array_equal(made.argmax[row, place], np.argmax(alone.logits[i, :size], axis=-1))
-
-
-def test_a_normed_last_hidden_is_refused(run) -> None:
-    features = compute_features(run.setup, run.frozen, make_batch(run.train, [0, 1], 2))
-    normed = features._replace(last=LastHidden(features.last.array, normed=True))
-    with pytest.raises(WiringError, match="after the final norm"):
-        teacher(run.setup.target, run.frozen.target, normed, run.frozen.d2t)
 
 
 def test_features_of_other_taps_are_refused(run) -> None:
