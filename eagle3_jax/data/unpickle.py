@@ -1,0 +1,394 @@
+"""Reads files of `torch.save` (.pt, .ckpt, .bin, also gzipped) without torch and without running what is in them.
+
+A pickle is a program that may call anything. This one is run by a small machine of our own that knows tensors,
+containers and plain values; every other class is refused by name before anything is called. Both layouts are read: the
+zip of torch >= 1.6 and the older stream of pickles followed by raw storages.
+
+    tensors = load_state_dict("pytorch_model.bin")      # {name: array}
+    sample = load_torch("data_0.ckpt", lazy=True)       # nested containers; tensors are read when asked for
+"""
+
+import gzip
+import io
+import pickletools
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from eagle3_jax.errors import UserError
+
+_LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+_FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_DTYPES = {
+    **{name: np.dtype(name) for name in ["float16", "float32", "float64", "complex64", "complex128", "bool"]},
+    **{f"{sign}int{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", *_FP8)},
+}
+_STORAGES = {
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "UntypedStorage": "uint8",
+}
+_TORN = (IndexError, KeyError, ValueError, TypeError, EOFError, OSError, zipfile.BadZipFile, zlib.error, RuntimeError)
+
+
+def load_torch(path: str | Path, lazy: bool = False) -> Any:
+    """What `torch.save` wrote: dicts, lists, tuples, sets, plain values, and tensors as read-only numpy arrays.
+
+    Tensors keep dtype, strides and shared storage (bfloat16 and float8 as `ml_dtypes`). lazy: tensors come as
+    `StoredTensor`s, whose `read()` gives the array; their data stays on disk until then (a gzipped or old-layout file
+    is read whole). Raises UserError for a torn file, another kind of file, and anything that is not a tensor, a
+    container or a plain value, naming its class; nothing in the file is executed.
+    """
+    path = Path(path)
+    try:
+        content = _unpack(path)
+        if lazy:
+            return content
+        return _convert(content, lambda tensor: tensor.read())
+    except _Refusal as error:
+        raise UserError(f"{error} / {path} / only tensors, containers and plain values are read") from error
+    except _TORN as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise UserError(f"cannot read the file / {path} / {error.strerror}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        message = f"cannot read it as a file of torch.save / {path} / {reason}; is it torn? copy it again"
+        raise UserError(message) from error
+
+
+def load_state_dict(path: str | Path) -> dict[str, np.ndarray]:
+    """The tensors of a weights file (`pytorch_model.bin`), {name: array}. UserError if it holds anything else."""
+    content = load_torch(path)
+    if not isinstance(content, dict) or not content:
+        raise UserError(f"not a dict of tensors but a {type(content).__name__} / {path} / give a state dict")
+    other = [name for name, value in content.items() if not isinstance(name, str) or not isinstance(value, np.ndarray)]
+    if other:
+        kind = type(content[other[0]]).__name__
+        raise UserError(f"{other[0]!r} is no tensor but a {kind} / {path} / give a plain state dict")
+    return content
+
+
+class _Refusal(Exception):
+    """The file holds something that is not read, on purpose."""
+
+
+@dataclass
+class _Storage:
+    """Raw memory that tensors are views of. read gives its bytes; items is its length in elements of dtype."""
+
+    dtype: np.dtype
+    items: int
+    read: Callable[[], bytes]
+    data: bytes | None = None
+
+    def array(self, dtype: np.dtype) -> np.ndarray:
+        if self.data is None:
+            self.data = self.read()
+        if len(self.data) < self.items * self.dtype.itemsize:
+            raise ValueError(f"a storage of {self.items} {self.dtype} has {len(self.data)} bytes")
+        return np.frombuffer(self.data, dtype, self.items * self.dtype.itemsize // dtype.itemsize)
+
+
+@dataclass
+class StoredTensor:
+    """A tensor in a file: shape and dtype are known, `read()` gives the array (read-only, strided as stored)."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    storage: _Storage
+    offset: int
+    strides: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        flat = self.storage.array(self.dtype)
+        strides = [step * self.dtype.itemsize for step in self.strides]
+        # Torch writes anything for the strides of an empty tensor.
+        if 0 in self.shape:
+            return np.zeros(self.shape, self.dtype)
+        return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides, writeable=False)
+
+
+def _rebuild(storage: _Storage, offset: int, shape, strides, *rest, dtype: np.dtype | None = None) -> StoredTensor:
+    """torch._utils._rebuild_tensor_v2; rest: requires_grad, hooks, metadata (conjugate or negative views)."""
+    if len(rest) > 2 and rest[2]:
+        raise _Refusal(f"a tensor has metadata {rest[2]!r}")
+    dtype = dtype or storage.dtype
+    shape, strides = tuple(shape), tuple(strides)
+    numbers = (offset, *shape, *strides)
+    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError(f"a tensor of shape {shape}, strides {strides}, offset {offset}")
+    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    if 0 not in shape and last >= storage.items * storage.dtype.itemsize // dtype.itemsize:
+        raise ValueError(f"a tensor of shape {shape} reaches beyond its storage of {storage.items}")
+    return StoredTensor(shape, dtype, storage, offset, strides)
+
+
+def _rebuild_v3(storage, offset, shape, strides, requires_grad, hooks, dtype, metadata=None) -> StoredTensor:
+    return _rebuild(storage, offset, shape, strides, requires_grad, hooks, metadata, dtype=dtype)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    return text.encode(encoding)  # how protocol 2 writes bytes
+
+
+# What a pickle may call, with what is called in its stead. Data (dtypes, storage classes) is not callable.
+_CALLS: dict[str, Callable] = {
+    "torch._utils._rebuild_tensor": _rebuild,
+    "torch._utils._rebuild_tensor_v2": _rebuild,
+    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    "torch._utils._rebuild_parameter": lambda data, requires_grad, hooks: data,
+    "torch.Size": tuple,
+    "torch.device": lambda *place: ":".join(map(str, place)),
+    "collections.OrderedDict": lambda pairs=(): dict(pairs),
+    "collections.Counter": lambda counts=(): dict(counts),
+    "builtins.set": lambda items=(): set(items),
+    "__builtin__.set": lambda items=(): set(items),
+    "_codecs.encode": _encode,
+}
+
+
+@dataclass(frozen=True)
+class _Global:
+    """A name the pickle mentions: a function it may call, a dtype or a storage class."""
+
+    name: str
+    value: Any
+
+
+def _find(module: str, name: str) -> Any:
+    full = f"{module}.{name}"
+    if full in _CALLS:
+        return _Global(full, _CALLS[full])
+    if module in ("torch", "torch.storage") and name in _STORAGES:
+        return _Global(full, _DTYPES[_STORAGES[name]])
+    if module == "torch" and (dtype := _DTYPES.get(name)) is not None:
+        return dtype
+    raise _Refusal(f"it holds a {full}")
+
+
+_MARK = object()
+_PUSH = frozenset(
+    ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
+    + ("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
+    + ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8")
+)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
+
+
+def _run(stream: io.BytesIO, persistent: Callable[[tuple], _Storage] | None) -> Any:
+    """Runs one pickle and leaves the stream behind it. persistent: makes storages from their identifying tuples."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+
+    def pop_mark() -> list[Any]:
+        place = max(i for i, item in enumerate(stack) if item is _MARK)
+        items = stack[place + 1 :]
+        del stack[place:]
+        return items
+
+    for opcode, argument, _ in pickletools.genops(stream):
+        match opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return stack.pop()
+            case "MARK":
+                stack.append(_MARK)
+            case "POP":
+                stack.pop()
+            case "POP_MARK":
+                pop_mark()
+            case "DUP":
+                stack.append(stack[-1])
+            case name if name in _CONSTANTS:
+                stack.append(_CONSTANTS[name])
+            case name if name in _PUSH:
+                stack.append(argument)
+            case name if name in _EMPTY:
+                stack.append(_EMPTY[name]())
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "TUPLE":
+                stack.append(tuple(pop_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                count = int(name[-1])
+                stack[-count:] = [tuple(stack[-count:])]
+            case "LIST":
+                stack.append(pop_mark())
+            case "DICT":
+                stack.append(_pairs(pop_mark()))
+            case "FROZENSET":
+                stack.append(frozenset(pop_mark()))
+            case "APPEND":
+                item = stack.pop()
+                _checked(stack[-1], list).append(item)
+            case "APPENDS":
+                items = pop_mark()
+                _checked(stack[-1], list).extend(items)
+            case "ADDITEMS":
+                items = pop_mark()
+                _checked(stack[-1], set).update(items)
+            case "SETITEM":
+                value, key = stack.pop(), stack.pop()
+                _checked(stack[-1], dict)[key] = value
+            case "SETITEMS":
+                items = pop_mark()
+                _checked(stack[-1], dict).update(_pairs(items))
+            case "GLOBAL":
+                stack.append(_find(*argument.split(" ", 1)))
+            case "STACK_GLOBAL":
+                name, module = stack.pop(), stack.pop()
+                stack.append(_find(module, name))
+            case "REDUCE":
+                arguments, function = stack.pop(), stack.pop()
+                if not isinstance(function, _Global) or function.name not in _CALLS:
+                    raise _Refusal(f"it calls {getattr(function, 'name', function)!r}")
+                stack.append(function.value(*arguments))
+            case "BUILD":
+                stack.pop()  # attributes of an OrderedDict: torch keeps version numbers there
+                _checked(stack[-1], dict)
+            case "BINPERSID":
+                if persistent is None:
+                    raise ValueError("a storage where none can be")
+                stack.append(persistent(_checked(stack.pop(), tuple)))
+            case name:
+                raise _Refusal(f"it uses the pickle operation {name}")
+    raise EOFError("the pickle has no end")
+
+
+def _pairs(items: list[Any]) -> dict[Any, Any]:
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+    return value
+
+
+def _unpack(path: Path) -> Any:
+    """The content of a file, with tensors as StoredTensors; checks that nothing else than data is in it."""
+    with open(path, "rb") as file:
+        head = file.read(4)
+    source: Path | bytes = path
+    if head[:2] == b"\x1f\x8b":
+        source = gzip.decompress(path.read_bytes())
+        head = source[:4]
+    if head == b"PK\x03\x04":
+        content = _read_zip(source)
+    else:
+        content = _read_legacy(path.read_bytes() if isinstance(source, Path) else source)
+    return _convert(content, lambda tensor: tensor)
+
+
+def _open_zip(source: Path | bytes) -> zipfile.ZipFile:
+    return zipfile.ZipFile(io.BytesIO(source) if isinstance(source, bytes) else source)
+
+
+def _read_zip(source: Path | bytes) -> Any:
+    with _open_zip(source) as archive:
+        names = archive.namelist()
+        roots = [name.removesuffix("data.pkl") for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(roots) != 1:
+            raise _Refusal("it is a zip archive that torch.save did not write (no data.pkl)")
+        root = roots[0]
+        if any(name.startswith(f"{root}code/") for name in names):
+            raise _Refusal("it is a TorchScript archive, a program")
+        if f"{root}byteorder" in names and archive.read(f"{root}byteorder") != b"little":
+            raise _Refusal("its tensors are big-endian")
+        program = archive.read(f"{root}data.pkl")
+
+    def member(key: str) -> bytes:
+        with _open_zip(source) as archive:
+            return archive.read(f"{root}data/{key}")
+
+    storages: dict[str, _Storage] = {}
+
+    def persistent(identity: tuple) -> _Storage:
+        kind, storage_class, key, _location, items = identity
+        if kind != "storage" or f"{root}data/{key}" not in names:
+            raise ValueError(f"storage {key!r} is missing")
+        return storages.setdefault(key, _storage(storage_class, items, lambda: member(key)))
+
+    return _run(io.BytesIO(program), persistent)
+
+
+def _storage(storage_class: Any, items: Any, read: Callable[[], bytes]) -> _Storage:
+    dtype = _checked(storage_class, _Global).value
+    if not isinstance(dtype, np.dtype) or type(items) is not int or items < 0:
+        raise ValueError(f"a storage of {items!r} elements")
+    return _Storage(dtype, items, read)
+
+
+def _read_legacy(data: bytes) -> Any:
+    """The layout before torch 1.6: magic, protocol, machine facts, content, storage keys, then the storages."""
+    stream = io.BytesIO(data)
+    if b"ustar" in data[:512]:
+        raise _Refusal("it is a tar of torch 0.1")
+    if not data.startswith(b"\x80") or _run(stream, None) != _LEGACY_MAGIC:
+        raise _Refusal("it is neither a zip nor an old file of torch.save")
+    if _run(stream, None) != _LEGACY_PROTOCOL or not _checked(_run(stream, None), dict)["little_endian"]:
+        raise _Refusal("it was written by an unknown version or a big-endian machine")
+    storages: dict[str, _Storage] = {}
+
+    def persistent(identity: tuple) -> _Storage:
+        kind, storage_class, key, _location, items, view = identity
+        if kind != "storage" or view is not None:
+            raise _Refusal("it has views of storages, as only torch 0.x wrote them")
+        return storages.setdefault(key, _storage(storage_class, items, lambda: places[key]))
+
+    content = _run(stream, persistent)
+    places: dict[str, bytes] = {}
+    for key in _checked(_run(stream, None), list):
+        storage = storages[key]
+        if int.from_bytes(stream.read(8), "little") != storage.items:
+            raise ValueError(f"storage {key} has another length than its tensors say")
+        places[key] = stream.read(storage.items * storage.dtype.itemsize)
+        if len(places[key]) < storage.items * storage.dtype.itemsize:
+            raise EOFError("the file ends inside a tensor")
+    return content
+
+
+def _convert(content: Any, tensor: Callable[[StoredTensor], Any]) -> Any:
+    """The same containers with `tensor` applied to each tensor; anything that is not data is refused."""
+    done: dict[int, Any] = {}
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, StoredTensor):
+            return tensor(value)
+        if value is None or isinstance(value, bool | int | float | str | bytes | bytearray | np.dtype):
+            return value
+        if not isinstance(value, dict | list | tuple | set | frozenset):
+            raise _Refusal(f"it holds a {getattr(value, 'name', type(value).__name__)}")
+        if id(value) not in done:
+            done[id(value)] = None  # a container inside itself meets this
+            if isinstance(value, dict):
+                done[id(value)] = {walk(key): walk(item) for key, item in value.items()}
+            else:
+                done[id(value)] = type(value)(walk(item) for item in value)
+        if done[id(value)] is None:
+            raise _Refusal("a container holds itself")
+        return done[id(value)]
+
+    return walk(content)
