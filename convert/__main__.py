@@ -1,4 +1,4 @@
-"""`python -m convert SRC DST --to FORMAT` is `eagle3 convert`, and `python -m convert inspect SRC` is `eagle3 inspect`."""
+"""`python -m convert SRC DST --to FORMAT` and `python -m convert inspect SRC`: the commands of `eagle3`."""
 
 import sys
 
