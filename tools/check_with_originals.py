@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, LENGTH, LIMIT = 4, 40, 1e-4
+STEPS, LENGTH, LIMIT, RECORDED = 4, 24, 1e-4, 16
 # speculators without its dependencies, since those bring CUDA builds of torch and more; these are what it imports.
 LIBRARY = ["speculators==0.9.0", "hs-connectors==0.9.0"]
 NEEDED = ["transformers==5.19.0", "datasets", "loguru", "pydantic-settings", "typer", "openai", "safetensors", "psutil"]
@@ -35,35 +35,38 @@ def make_environment(folder: Path, python: str, torch: str) -> Path:
 
 
 def variants() -> dict[str, dict]:
-    """Changes of the decoder's config ("layer") and of the draft's, one network option each."""
+    """Changes of the decoder's config ("layer") and of the draft's: every option in some variant."""
+    window = {"sliding_window": 7, "use_sliding_window": True}
     return {
-        "plain": {},
-        "norm_before_residual": {"norm_before_residual": True},
-        "norm_before_fc": {"norm_before_fc": True},
-        "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
-        "four taps": {"taps": (2, 3, 5, 6)},
-        "full vocabulary": {"draft_vocab_size": 512},
-        "two layers, a window in the first": {
-            "layer": {
-                "num_hidden_layers": 2,
-                "sliding_window": 7,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
-            "norm_output": True,
+        "norm_before_residual, norm_before_fc, yarn rope": {
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "layer": {"rope_parameters": _rope("yarn")},
         },
-        "Qwen3": {"layer": {"model_type": "qwen3"}},
-        "biases": {"layer": {"attention_bias": True, "mlp_bias": True}},
-        "llama3 rope": {"layer": {"rope_parameters": _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)}},
-        "yarn rope": {"layer": {"rope_parameters": _rope("yarn")}},
-        "linear rope": {"layer": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}},
+        "EAGLE-3.1, four taps not in order, linear rope": {
+            "fc_norm": True,
+            "norm_output": True,
+            "taps": (2, 5, 3, 6),
+            "layer": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        },
+        "two layers, a window in the first": {
+            "layer": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], **window}
+        },
+        "biases, a window, llama3 rope": {
+            "layer": {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "layer_types": ["sliding_attention"],
+                "rope_parameters": _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0),
+                **window,
+            }
+        },
+        "Qwen3, full vocabulary": {"layer": {"model_type": "qwen3"}, "draft_vocab_size": 512},
     }
 
 
 def _rope(kind: str, **more: float) -> dict:
-    return {
-        **{"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
-        **more,
-    }
+    return {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, **more}
 
 
 def random_draft(changes: dict):
@@ -97,41 +100,58 @@ def random_draft(changes: dict):
     return new_draft(config, params, d2t, {"verifier": verifier})
 
 
-def our_logits(draft, ids, features):
+def inputs(draft):
+    """Random ids [1, T] and features [1, T, A*H] for a draft."""
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    width = len(draft.taps) * draft.config.target_hidden_size
+    ids = rng.integers(0, draft.config.decoder.vocab_size, (1, LENGTH)).astype(np.int32)
+    return ids, rng.standard_normal((1, LENGTH, width)).astype(np.float32)
+
+
+def worst_difference(draft, theirs: dict) -> float:
+    """Largest relative difference of a step's logits to `theirs` (logits.STEP [1, T-1, columns]) on valid slots."""
+    import numpy as np
+
     import eagle3_jax as e3
 
-    taps = e3.Taps.from_fused(features, draft.taps)
-    return draft.ttt_forward(taps, ids, STEPS)
+    ids, features = inputs(draft)
+    worst = 0.0
+    for step, logits in enumerate(draft.ttt_forward(e3.Taps.from_fused(features, draft.taps), ids, STEPS)):
+        reference = theirs[f"logits.{step}"][:, : LENGTH - 1 - step]
+        ours = np.asarray(logits)[:, : LENGTH - 1 - step, : reference.shape[-1]]
+        worst = max(worst, float(np.linalg.norm(ours - reference) / np.linalg.norm(reference)))
+    return worst
 
 
-def check(name: str, draft, interpreter: Path, folder: Path) -> bool:
-    """Writes the draft, runs the original on it, prints and returns whether both agree."""
+def run_original(draft, interpreter: Path, folder: Path) -> tuple[dict, int]:
+    """The original's logits of each step, and the number of tensors it loaded. Raises RuntimeError with its words."""
     import numpy as np
 
     import eagle3_jax as e3
 
     e3.save_draft(draft, folder)
-    rng = np.random.default_rng(1)
-    config = draft.config
-    width = len(config.taps) * config.target_hidden_size
-    ids = rng.integers(0, config.decoder.vocab_size, (1, LENGTH)).astype(np.int32)
-    features = rng.standard_normal((1, LENGTH, width)).astype(np.float32)
+    ids, features = inputs(draft)
     np.savez(folder.with_suffix(".npz"), ids=ids, features=features)
-    command = [interpreter, __file__, "--inside", folder]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([interpreter, __file__, "--inside", folder], capture_output=True, text=True)
     if done.returncode:
-        print(f"{name}: does not load\n{done.stderr.strip()[-2000:]}")
+        raise RuntimeError(done.stderr.strip()[-2000:])
+    count = json.loads(done.stdout.strip().splitlines()[-1])["tensors"]
+    return dict(np.load(folder.with_suffix(".out.npz"))), count
+
+
+def check(name: str, draft, interpreter: Path, folder: Path, recorded: dict) -> bool:
+    """Runs both, prints and returns whether they agree; keeps the first logits of each slot in `recorded`."""
+    try:
+        theirs, count = run_original(draft, interpreter, folder)
+    except RuntimeError as error:
+        print(f"{name}: does not load\n{error}", flush=True)
         return False
-    loaded = json.loads(done.stdout.strip().splitlines()[-1])
-    theirs = np.load(folder.with_suffix(".out.npz"))
-    worst = 0.0
-    for step, logits in enumerate(our_logits(draft, ids, features)):
-        valid = LENGTH - 1 - step
-        ours, reference = np.asarray(logits)[0, :valid], theirs[f"logits.{step}"][0, :valid]
-        worst = max(worst, float(np.linalg.norm(ours - reference) / np.linalg.norm(reference)))
-    good = worst < LIMIT
-    print(f"{name}: {loaded['tensors']} tensors, strict; logits of {STEPS} steps differ by {worst:.1e} at most")
-    return good
+    worst = worst_difference(draft, theirs)
+    print(f"{name}: {count} tensors, strict; logits of {STEPS} steps differ by {worst:.1e} at most", flush=True)
+    recorded |= {f"{name}/{key}": array[..., :RECORDED] for key, array in theirs.items()}
+    return worst < LIMIT
 
 
 def inside(folder: Path) -> None:
@@ -173,6 +193,7 @@ def main() -> int:
     parser.add_argument("--env", type=Path, default=ROOT / ".originals", help="where the other environment lies")
     parser.add_argument("--python", default=sys.executable, help="interpreter to make it with")
     parser.add_argument("--torch", default="torch", help="pip requirement for PyTorch")
+    parser.add_argument("--record", type=Path, help="store the original's logits there (tests/golden/originals.npz)")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
@@ -180,6 +201,7 @@ def main() -> int:
         return 0
     sys.path.insert(0, str(ROOT))
     import jax
+    import numpy as np
 
     import eagle3_jax as e3
 
@@ -187,11 +209,14 @@ def main() -> int:
     interpreter = make_environment(arguments.env, arguments.python, arguments.torch)
     drafts = {str(path): e3.load_draft(path, dtype="float32") for path in arguments.drafts}
     drafts = drafts or {name: random_draft(changes) for name, changes in variants().items()}
+    recorded: dict = {}
     with tempfile.TemporaryDirectory() as scratch:
         results = [
-            check(name, draft, interpreter, Path(scratch) / f"draft{i}")
+            check(name, draft, interpreter, Path(scratch) / f"draft{i}", recorded)
             for i, (name, draft) in enumerate(drafts.items())
         ]
+    if arguments.record and all(results):
+        np.savez_compressed(arguments.record, **recorded)
     print(f"{sum(results)} of {len(results)} drafts agree")
     return 0 if all(results) else 1
 

@@ -138,6 +138,7 @@ def new_draft(config: DraftConfig, params: Params, d2t: np.ndarray, facts: dict[
     return Draft(config, graph, params, np.asarray(d2t, np.int32), facts)
 
 
+@functools.lru_cache(maxsize=64)  # a tenth of a second each
 def draft_graph(config: DraftConfig) -> tuple[Graph, dict[str, tuple[int, ...]]]:
     """The network's graph and {checkpoint name: shape}, nothing allocated."""
     return abstract_params(nnx.eval_shape(lambda: DraftModel(config)))

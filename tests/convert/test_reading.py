@@ -6,6 +6,7 @@ Numbers in brackets are entries of ../shared/spec/field-bugs.md.
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -334,7 +335,7 @@ def test_rope_scaling_is_read_in_both_styles(tmp_path: Path, tiny_draft, layout:
         changes = keys
     rope = e3.load_draft(write(tmp_path / "draft", tiny_draft, layout, **changes), taps=TAPS).config.decoder.rope
     expected = decoder_config(target_config(head_dim=16, rope_parameters={**LLAMA3, "rope_theta": 500000.0})).rope
-    positions = np.array([[0, 100, 9000]], np.int32)
+    positions = jnp.asarray([[0, 100, 9000]])
     for got, reference in zip(rotary(rope, positions), rotary(expected, positions), strict=True):
         np.testing.assert_array_equal(got, reference)
 

@@ -106,7 +106,9 @@ def test_training_predicts_what_serving_proposes(results, name: str) -> None:
 
 
 def test_training_predicts_what_an_untrained_draft_proposes(shallow_target) -> None:
-    draft = random_draft(shallow_target, taps=(2, 0, 1), layers=2, norm_before_fc=True, norm_output=True)
+    window = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}  # shorter than the texts
+    flags = {"norm_before_fc": True, "norm_output": True}
+    draft = random_draft(shallow_target, taps=(2, 0, 1), layers=2, layer=window, **flags)
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
     answers = e3.generate(shallow_target, draft, prompts, max_new_tokens=12, strategy="chain:3", stop_token_ids=())
     assert compare_with_training(shallow_target, draft, prompts, answers, 3) >= sum(len(a.accepted) for a in answers)
