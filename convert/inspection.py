@@ -63,7 +63,7 @@ def inspect(
         "target": checkpoint.facts.get("target"),
         "borrows": draft.missing,
         "servers": findings(folder),
-        "notes": _notes(folder),
+        "notes": _notes(folder, target),
     }
 
 
@@ -128,8 +128,14 @@ def _vocabulary(draft: Draft, stored) -> dict[str, Any]:
     }
 
 
-def _notes(folder: Folder) -> list[str]:
+def _notes(folder: Folder, target: TargetFacts | None) -> list[str]:
     notes, rope = [], folder.draft.config.decoder.rope
+    reach = folder.draft.config.decoder.max_positions
+    if target is not None and target.max_positions and reach < target.max_positions:
+        notes.append(
+            f"has max_position_embeddings {reach}, its target {target.max_positions}: some servers size a table by it "
+            "and fail on longer prompts; here positions are computed as they come"
+        )
     if folder.format == "modelopt" and rope.kind == "yarn":
         notes.append("ModelOpt can write YaRN into the export of a draft trained with plain rope: ask how it was made")
     if folder.format == "sglang" and "norm_output" in folder.raw:

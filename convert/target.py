@@ -20,6 +20,7 @@ class TargetFacts:
     hidden_size: int
     vocab_size: int
     architectures: tuple[str, ...]
+    max_positions: int | None
 
     def check(self, draft: Draft) -> None:
         """UserError or WiringError unless the draft's sizes and taps fit this target."""
@@ -52,4 +53,5 @@ def target_facts(path: str) -> TargetFacts:
     missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if not isinstance(raw.get(key), int)]
     if missing:
         raise UserError(f"the target's config lacks {', '.join(missing)} / {place} / name the target's own folder")
-    return TargetFacts(place, raw["num_hidden_layers"], raw["hidden_size"], raw["vocab_size"], architectures)
+    sizes = (raw["num_hidden_layers"], raw["hidden_size"], raw["vocab_size"])
+    return TargetFacts(place, *sizes, architectures, raw.get("max_position_embeddings"))

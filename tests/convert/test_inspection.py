@@ -9,6 +9,7 @@ import pytest
 
 import eagle3_jax as e3
 from convert.inspection import inspect, render
+from convert.target import target_facts
 from eagle3_jax.cli.main import main
 from tests.convert.folders import write
 from tests.tiny import SCATTERED, random_draft
@@ -117,6 +118,13 @@ def test_yarn_in_a_modelopt_export_is_pointed_out(tmp_path: Path, tiny_draft) ->
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
     found = inspect(write(tmp_path / "draft", tiny_draft, "modelopt", rope_scaling=yarn))
     assert any("trained with plain rope" in note for note in found["notes"])
+
+
+def test_a_draft_of_fewer_positions_than_its_target(tmp_path: Path, tiny_draft, tiny_folder) -> None:
+    target = target_facts(str(tiny_folder))
+    for positions, warned in ((64, True), (128, False)):
+        folder = write(tmp_path / str(positions), tiny_draft, "sglang", max_position_embeddings=positions)
+        assert any("fail on longer prompts" in note for note in inspect(folder, target=target)["notes"]) == warned
 
 
 def test_what_is_no_draft_is_one_line(tiny_folder: Path, capfd) -> None:
