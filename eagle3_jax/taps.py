@@ -23,6 +23,14 @@ class WiringError(AssertionError, ValueError):
     """Target features are not the ones the draft was trained on (order, offset, count, or norm)."""
 
 
+class UnknownTaps(WiringError):
+    """A file names no taps, or so that systems read them differently. readings: the tap sets it may mean."""
+
+    def __init__(self, message: str, readings: "Iterable[TapSet]" = ()):
+        super().__init__(message)
+        self.readings = tuple(readings)
+
+
 class TapSet:
     """Ordered, unique tap points in canonical numbering. Equality and hash are over points *and* order.
 
@@ -110,6 +118,79 @@ def to_block_outputs(taps: TapSet) -> list[int]:
     if 0 in taps.points:
         raise WiringError(f"taps {taps.words()} hold the embedding, which a list of block outputs cannot name")
     return [p - 1 for p in taps.points]
+
+
+def resolve_taps(
+    where: str,
+    top: Any = None,
+    nested: Any = None,
+    own: Any = None,
+    given: TapSet | None = None,
+    convention: str | None = None,
+    num_layers: int | None = None,
+) -> TapSet:
+    """The taps that a draft's config.json means, from all places that may name them (spec section 2).
+
+    top: the top-level list, block inputs in vLLM and speculators. nested: the list in eagle_config: block outputs if
+    its first id is 1; else the older SGLang adds one and the newer does not, which `convention` ("block-input" or
+    "block-output", how the file's ids count) decides. own: the canonical list of an eagle3_jax block. given: the
+    user's, which must agree. num_layers: of the target, for messages.
+    Raises WiringError where two places contradict each other, UnknownTaps where nothing decides.
+    """
+    for ids in (top, nested, own):
+        if ids is not None and not isinstance(ids, list):
+            raise WiringError(f"{where}: eagle_aux_hidden_state_layer_ids is {ids!r} / it must be a list of numbers")
+    readings = _readings(where, top, nested, convention)
+    for source in (own, given):
+        if source is not None:
+            chosen = TapSet(source)
+            if chosen not in readings and readings:
+                require(chosen, readings[0])
+            readings = [chosen]
+    if len(readings) == 1:
+        return readings[0]
+    if readings:
+        raise UnknownTaps(
+            f"{where} has eagle_config ids {nested}: the older SGLang adds one to them ({readings[0].words()}), the "
+            f"newer only where the first is 1 ({readings[1].words()}) / choose with --convention block-output (the "
+            "former) or block-input (the latter), or name them with --taps",
+            readings,
+        )
+    guesses = likely_taps(num_layers)
+    listed = " or ".join(str(list(guess)) for guess in guesses) or "[2, N//2, N-3] or [3, N//2+1, N-2]"
+    raise UnknownTaps(
+        f"{where} does not say which target layers the draft reads (eagle_aux_hidden_state_layer_ids) / name them with "
+        f"--taps: likely are {listed}"
+        + ("" if guesses else " of the target's N blocks")
+        + " (the usual default, as block inputs and as block outputs)",
+        guesses,
+    )
+
+
+def likely_taps(num_layers: int | None) -> list[TapSet]:
+    """What a draft without ids most likely reads: the default (2, N//2, N-3) as block inputs, then as block outputs
+    (speculators 0.3 and 0.4 captured those); empty for an unknown or too shallow target."""
+    if num_layers is None or not 2 < num_layers // 2 < num_layers - 3:
+        return []
+    return [paper_taps(num_layers), from_block_outputs(paper_taps(num_layers).points)]
+
+
+def _readings(where: str, top: list[int] | None, nested: list[int] | None, convention: str | None) -> list[TapSet]:
+    as_outputs = convention == "block-output"
+    inner: list[TapSet] = []
+    if nested is not None:
+        outputs, inputs = from_block_outputs(nested), TapSet(nested)
+        inner = [outputs] if as_outputs or (convention is None and nested[0] == 1) else [outputs, inputs]
+        inner = [inputs] if convention == "block-input" else inner
+    if top is None:
+        return inner
+    outer = from_block_outputs(top) if as_outputs and nested is None else TapSet(top)
+    if inner and outer not in inner:
+        raise WiringError(
+            f"{where} contradicts itself: its top-level ids {top} mean {outer.words()}, its eagle_config ids {nested} "
+            f"mean {' or '.join(reading.words() for reading in inner)} / remove the wrong list"
+        )
+    return [outer]
 
 
 @jax.tree_util.register_pytree_with_keys_class

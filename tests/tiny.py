@@ -76,9 +76,12 @@ def write_target(folder: Path, seed: int = 0, tensors: dict[str, np.ndarray] | N
     return folder
 
 
-def random_draft(target: Target, taps=TAPS, d2t=SCATTERED, seed: int = 1, layers: int = 1, **flags: bool) -> Draft:
-    """An untrained draft for `target` in memory, embedding included; flags are the norm flags of DraftConfig."""
-    raw = target_config(num_hidden_layers=layers, num_key_value_heads=1, head_dim=16)
+def random_draft(
+    target: Target, taps=TAPS, d2t=SCATTERED, seed: int = 1, layers: int = 1, layer: dict | None = None, **flags: bool
+) -> Draft:
+    """An untrained draft for `target` in memory, embedding included; layer: changes of its decoder's config, flags:
+    options of DraftConfig."""
+    raw = target_config(num_hidden_layers=layers, num_key_value_heads=1, head_dim=16) | (layer or {})
     decoder = decoder_config(raw | {"vocab_size": target.config.vocab_size})
     config = DraftConfig(decoder, TapSet(taps), len(d2t), target.config.hidden_size, **flags)
     _, shapes = draft_graph(config)

@@ -10,6 +10,7 @@ import sys
 import typer
 
 from eagle3_jax.cli.bench import bench_command
+from eagle3_jax.cli.convert import convert_command, inspect_command
 from eagle3_jax.cli.data import data_app
 from eagle3_jax.cli.demo import demo_command
 from eagle3_jax.cli.generate import generate_command
@@ -19,6 +20,8 @@ from eagle3_jax.errors import UserError
 app = typer.Typer(name="eagle3", add_completion=False)
 app.command("generate")(generate_command)
 app.command("bench")(bench_command)
+app.command("convert")(convert_command)
+app.command("inspect")(inspect_command)
 app.command("demo")(demo_command)
 app.command("train")(train_command)
 app.add_typer(data_app, name="data")

@@ -1,11 +1,7 @@
-"""A loaded draft: configuration, parameters, vocabulary map; reading and writing the speculators layout."""
+"""A loaded draft: configuration, parameters, vocabulary map; reading any known format, writing speculators layout."""
 
 import dataclasses
 import functools
-import json
-import os
-import shutil
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,29 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from eagle3_jax.data.vocabulary import check_map, t2d, to_absolute, to_offsets
 from eagle3_jax.draft.config import DraftConfig, draft_config_from_speculators, draft_config_to_speculators
+from eagle3_jax.draft.folder import Tensors, canonical_names, read_folder, write_folder
 from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.draft.ttt import document_positions, ttt_forward
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.fingerprint import differing_facts, same_weights
 from eagle3_jax.models.target import Target, checked_ids, resolve
-from eagle3_jax.models.weights import (
-    Graph,
-    Params,
-    abstract_params,
-    fill,
-    flatten,
-    read_json,
-    read_tensors,
-    safetensors_files,
-)
+from eagle3_jax.models.weights import Graph, Params, abstract_params, fill, flatten
 from eagle3_jax.taps import Taps, TapSet
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+_LENT = "target_norm."  # parameters that only a target gives; no file holds them
 
 
 @dataclass(frozen=True)
@@ -55,14 +42,20 @@ class Draft:
 
     @property
     def dtype(self):
-        return self.params["fc"]["weight"].dtype
+        return self.params["norm"]["weight"].dtype
+
+    @property
+    def missing(self) -> list[str]:
+        """Parts that the file lacks and only a target can lend: its embedding, head or final norm."""
+        parts = ["embed_tokens", "lm_head"] + ["target_norm"] * (not self.config.use_aux_hidden_state)
+        return [part for part in parts if part not in self.params]
 
     @property
     def is_bound(self) -> bool:
-        return "embed_tokens" in self.params
+        return not self.missing
 
     def bind(self, target: Target) -> "Draft":
-        """Checks that the draft fits the target and gives it the target's embedding if it stores none.
+        """Checks that the draft fits the target and lends it the target's embedding, head or norm if it stores none.
 
         Raises UserError on another hidden size, vocabulary, block count or tokenizer, WiringError on a missing tap.
         Other weights of the same shape are a warning (printed by the caller from `binding_warning`).
@@ -70,8 +63,14 @@ class Draft:
         check_binding(self, target)
         if self.is_bound:
             return self
-        embedding = target.params["model"]["embed_tokens"]["weight"]
-        return self.with_params({**self.params, "embed_tokens": {"weight": embedding.astype(self.dtype)}})
+        model = target.params["model"]
+        lent = {
+            "embed_tokens": model["embed_tokens"],
+            "lm_head": {"weight": target.params.get("lm_head", model["embed_tokens"])["weight"][jnp.asarray(self.d2t)]},
+            "target_norm": {"weight": model["norm"]["weight"], "eps": jnp.float32(target.config.rms_norm_eps)},
+        }
+        parts = {part: jax.tree.map(lambda a: a.astype(self.dtype), lent[part]) for part in self.missing}
+        return self.with_params({**self.params, **parts})
 
     def with_params(self, params: Params) -> "Draft":
         return dataclasses.replace(self, params=params)
@@ -83,13 +82,17 @@ class Draft:
         0.. restarting per document. Raises WiringError when features hold other taps than the draft reads.
         """
         if not self.is_bound:
-            raise UserError("the draft stores no embedding / call draft.bind(target) first")
+            parts = ", ".join(_IN_WORDS[part] for part in self.missing)
+            raise UserError(f"the draft stores no {parts} / call draft.bind(target) first")
         ids = checked_ids(ids, self.config.decoder.vocab_size)
         documents = jnp.zeros_like(ids) if document_ids is None else jnp.asarray(np.asarray(document_ids), jnp.int32)
         positions = (
             document_positions(documents) if positions is None else jnp.asarray(np.asarray(positions), jnp.int32)
         )
         return _ttt_forward(self.graph, steps, self.params, features, ids, positions, documents)
+
+
+_IN_WORDS = {"embed_tokens": "embedding", "lm_head": "lm_head", "target_norm": "final norm of the target"}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -113,8 +116,10 @@ def check_binding(draft: Draft, target: Target) -> None:
     ours, theirs = facts.get("tokenizer_fingerprint"), target.tokenizer_fingerprint
     if ours and theirs and ours != theirs:
         raise UserError(f"the draft was trained with another tokenizer ({ours} against {theirs}) / {target.path}")
-    if not draft.is_bound and config.decoder.hidden_size != target.config.hidden_size:
-        raise UserError("the draft stores no embedding and its hidden size differs from the target's, so none fits")
+    wide = [part for part in draft.missing if part != "target_norm"]
+    if wide and config.decoder.hidden_size != target.config.hidden_size:
+        parts = " and no ".join(_IN_WORDS[part] for part in wide)
+        raise UserError(f"the draft stores no {parts} and its hidden size differs from the target's, so none fits")
 
 
 def binding_warning(draft: Draft, target: Target) -> str | None:
@@ -133,32 +138,73 @@ def new_draft(config: DraftConfig, params: Params, d2t: np.ndarray, facts: dict[
     return Draft(config, graph, params, np.asarray(d2t, np.int32), facts)
 
 
+@functools.lru_cache(maxsize=64)  # a tenth of a second each
 def draft_graph(config: DraftConfig) -> tuple[Graph, dict[str, tuple[int, ...]]]:
     """The network's graph and {checkpoint name: shape}, nothing allocated."""
     return abstract_params(nnx.eval_shape(lambda: DraftModel(config)))
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A draft as read from a file, in canonical form: tensors by our names, d2t and t2d as stored among them.
+
+    facts: verifier, target, training facts, speculative_tokens.
+    """
+
+    config: DraftConfig
+    tensors: Tensors
+    facts: dict[str, Any]
+
+
 def load_draft(path: str | Path, dtype: str | None = None, taps=None, target: Target | None = None) -> Draft:
-    """Loads a draft folder in speculators layout.
+    """Loads a draft folder of any known format, detected by content (speculators, SGLang, SafeAILab, ModelOpt).
 
     dtype: None keeps the stored one. taps: ids a file lacks; contradicting the file raises WiringError. target: binds
     at once. Every tensor must be used and every shape agree; the verifier's path is never resolved.
     """
-    place = resolve(path)
-    where = str(place)
-    raw = read_json(place / "config.json")
-    config = draft_config_from_speculators(raw, str(place / "config.json"), None if taps is None else TapSet(taps))
+    place = resolve(path, also=("pytorch_model*.bin",))
+    given = None if taps is None else TapSet(taps)
+    checkpoint = read_checkpoint(place, given, num_layers=target.num_layers if target else None)
+    draft = assemble(checkpoint, str(place), dtype)
+    return draft if target is None else draft.bind(target)
+
+
+def read_checkpoint(
+    place: Path, taps: TapSet | None = None, convention: str | None = None, num_layers: int | None = None
+) -> Checkpoint:
+    """A draft folder's content in canonical form. convention, num_layers: see `taps.resolve_taps`."""
+    raw, stored = read_folder(place)
+    where = str(place / "config.json")
+    if "speculators_model_type" not in raw and "transformer_layer_config" not in raw:
+        from convert.detect import read_foreign  # not needed for our own layout
+
+        return read_foreign(raw, stored, str(place), taps, convention, num_layers)
+    tensors = canonical_names(stored, str(place))
+    shapes = {name: tuple(array.shape) for name, array in tensors.items()}
+    config = draft_config_from_speculators(raw, where, taps, shapes, convention, num_layers)
+    served = raw.get("speculators_config") or {}
+    facts = {**(raw.get("eagle3_jax") or {}), "verifier": served.get("verifier") or {}}
+    proposals = served.get("proposal_methods") or []
+    if proposals:
+        facts["speculative_tokens"] = proposals[0].get("speculative_tokens")
+    return Checkpoint(config, tensors, facts)
+
+
+def assemble(checkpoint: Checkpoint, where: str, dtype: str | None = None) -> Draft:
+    """The draft of a checkpoint. Raises UserError for a map, tensor or shape that does not fit."""
+    config, tensors = checkpoint.config, dict(checkpoint.tensors)
     graph, shapes = draft_graph(config)
-    tensors = dict(read_tensors(safetensors_files(place)))
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
     d2t = _vocabulary_map(config, offsets, mask, where)
     _check_fc(config, tensors, where)
-    if EMBEDDING not in tensors:
-        shapes.pop(EMBEDDING)
+    full = config.draft_vocab_size == config.decoder.vocab_size
+    wide = [name for name, array in tensors.items() if array.dtype.itemsize > 4]
+    if wide:
+        raise UserError(f"{wide[0]} is {tensors[wide[0]].dtype} / {where} / store float32 or narrower")
+    optional = {EMBEDDING} | ({HEAD} if full else set())
+    shapes = {n: s for n, s in shapes.items() if not n.startswith(_LENT) and (n in tensors or n not in optional)}
     params = fill(shapes, tensors.items(), None if dtype is None else jnp.dtype(dtype), where)
-    facts = {**(raw.get("eagle3_jax") or {}), "verifier": (raw.get("speculators_config") or {}).get("verifier") or {}}
-    draft = Draft(config, graph, params, d2t, facts)
-    return draft if target is None else draft.bind(target)
+    return Draft(config, graph, params, d2t, checkpoint.facts)
 
 
 def _vocabulary_map(config: DraftConfig, offsets, mask, where: str) -> np.ndarray:
@@ -173,8 +219,8 @@ def _vocabulary_map(config: DraftConfig, offsets, mask, where: str) -> np.ndarra
     return np.asarray(to_absolute(offsets), np.int32)
 
 
-def _check_fc(config: DraftConfig, tensors: dict[str, np.ndarray], where: str) -> None:
-    width = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else None
+def _check_fc(config: DraftConfig, tensors: Tensors, where: str) -> None:
+    width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else None
     if width is not None and width != len(config.taps) * config.target_hidden_size:
         count = width / config.target_hidden_size
         raise UserError(
@@ -183,38 +229,27 @@ def _check_fc(config: DraftConfig, tensors: dict[str, np.ndarray], where: str) -
         )
 
 
-def save_draft(draft: Draft, path: str | Path, speculative_tokens: int = 3) -> None:
-    """Writes config.json and model.safetensors in speculators layout; the folder appears complete or not at all."""
-    place = Path(path)
-    facts = {key: value for key, value in draft.facts.items() if key != "verifier"}
+def save_draft(draft: Draft, path: str | Path, speculative_tokens: int | None = None) -> None:
+    """Writes config.json and model.safetensors in speculators layout; the folder appears complete or not at all.
+
+    speculative_tokens: chain length for servers; None = as loaded, else 3.
+    """
+    tokens = speculative_tokens or draft.facts.get("speculative_tokens") or 3
     verifier = draft.facts.get("verifier") or {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}
-    config = draft_config_to_speculators(draft.config, str(draft.dtype), speculative_tokens, verifier, facts)
-    tensors = {name: np.ascontiguousarray(jax.device_get(array)) for name, array in flatten(draft.params).items()}
+    config = draft_config_to_speculators(draft.config, str(draft.dtype), tokens, verifier, own_facts(draft))
+    write_folder(Path(path), config, stored_tensors(draft))
+
+
+def own_facts(draft: Draft) -> dict[str, Any]:
+    """What of the draft's facts goes into the `eagle3_jax` block; the rest has keys of its own."""
+    return {key: value for key, value in draft.facts.items() if key not in ("verifier", "speculative_tokens")}
+
+
+def stored_tensors(draft: Draft) -> Tensors:
+    """All tensors of a draft file by canonical name, d2t and t2d included unless they are the identity."""
+    flat = {name: array for name, array in flatten(draft.params).items() if not name.startswith(_LENT)}
+    tensors = {name: np.asarray(jax.device_get(array)) for name, array in flat.items()}
     if not np.array_equal(draft.d2t, np.arange(draft.config.decoder.vocab_size)):
         tensors["d2t"] = np.asarray(to_offsets(draft.d2t), np.int64)
         tensors["t2d"] = t2d(draft.d2t, draft.config.decoder.vocab_size)
-    temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        _replace_folder(temporary, place)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot write the draft / {place} / {reason} / free space and run again") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace_folder(new: Path, place: Path) -> None:
-    """Puts `new` at `place`; an older draft there is moved aside first, so that no mixture is ever visible."""
-    if not place.exists():
-        os.replace(new, place)
-        return
-    is_draft = (place / "config.json").exists() and "speculators_model_type" in read_json(place / "config.json")
-    if not is_draft and any(place.iterdir()):
-        raise UserError(f"{place} exists and is no draft folder / choose another path or remove it")
-    old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.old")
-    os.replace(place, old)
-    os.replace(new, place)
-    shutil.rmtree(old, ignore_errors=True)
+    return tensors

@@ -4,6 +4,9 @@ Slot t of step s holds the hidden state of token t (fc of target features at s =
 the embedding of token t+1+s; it predicts token t+2+s. At step s slot t sees the step-0 keys of slots j <= t of its
 document and its own keys of steps 1..s, which is what serving sees after s accepted draft tokens. These later keys
 are a diagonal, so s extra columns replace a T x sT mask. Gradients flow through all steps.
+
+A layer with a window of w sees the step-0 keys t-w+1..t and all its own later keys, as in speculators: w + s positions
+in all, since the window is anchored at the last token with target features. Serving does the same (`speculate.round`).
 """
 
 import jax
@@ -11,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
-from eagle3_jax.models.attention import head_scores, mix_values
+from eagle3_jax.models.attention import head_scores, in_window, mix_values
 from eagle3_jax.taps import Taps
 
 
@@ -64,19 +67,20 @@ def _ttt_attention(document_ids: Int[Array, "B slots"]):
     slots = jnp.arange(document_ids.shape[1])
     mask = (slots[:, None] >= slots[None, :]) & (document_ids[:, :, None] == document_ids[:, None, :])
 
-    def attend(q, k, v, cache):
+    def attend(q, k, v, cache, window=None):
+        seen = mask & in_window(slots[:, None], slots, window)
         cache = (*cache, (k, v))
         (first_k, first_v), later = cache[0], cache[1:]
         groups = q.shape[2] // k.shape[2]
-        scores = [jnp.where(mask[:, None], head_scores(q, first_k), -jnp.inf)]
+        scores = [jnp.where(seen[:, None], head_scores(q, first_k), -jnp.inf)]
         for step_k, _ in later:
             own = jnp.sum(q.astype(jnp.float32) * jnp.repeat(step_k, groups, axis=2), axis=-1) * q.shape[-1] ** -0.5
             scores.append(own.transpose(0, 2, 1)[..., None])
         weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-        slots = q.shape[1]
-        out = mix_values(weights[..., :slots], first_v, jnp.float32)
+        count = q.shape[1]
+        out = mix_values(weights[..., :count], first_v, jnp.float32)
         for i, (_, step_v) in enumerate(later):
-            own = weights[..., slots + i].transpose(0, 2, 1)[..., None]
+            own = weights[..., count + i].transpose(0, 2, 1)[..., None]
             out += own * jnp.repeat(step_v, groups, axis=2)
         return out.astype(q.dtype), cache
 

@@ -2,6 +2,7 @@
 
 Both return (output, new layer cache), the contract of the `attend` function that decoder blocks are given: blocks know
 nothing of masks or caches. Softmax is in float32. Grouped queries (GQA): N query heads share K key/value heads.
+An `attend` takes a keyword `window` where layers may look back only so many positions, their own included.
 """
 
 from collections.abc import Callable
@@ -35,10 +36,16 @@ def causal(document_ids: Int[Array, "B T"]) -> Attend:
     slots = jnp.arange(length)
     mask = (slots[:, None] >= slots[None, :]) & (document_ids[:, :, None] == document_ids[:, None, :])
 
-    def attend(q, k, v, cache):
-        return full_attention(q, k, v, mask), cache
+    def attend(q, k, v, cache, window=None):
+        return full_attention(q, k, v, mask & in_window(slots[:, None], slots, window)), cache
 
     return attend
+
+
+def in_window(query: Int[Array, "*q 1"], key: Int[Array, "S"], window: int | None) -> Bool[Array, "..."]:
+    """Whether `key` is one of the last `window` positions up to `query`, itself included; None = always (causality is
+    not checked)."""
+    return jnp.ones((), bool) if window is None else key > query - window
 
 
 def full_attention(
@@ -78,18 +85,20 @@ def _heads_first(x: Float[Array, "B T K D"], heads: int) -> Float[Array, "B N T 
     return jnp.repeat(x.astype(jnp.float32).transpose(0, 2, 1, 3), heads // x.shape[2], axis=1)
 
 
-def cached(positions: Int[Array, "B T"]) -> Attend:
+def cached(positions: Int[Array, "B T"], anchors: Int[Array, "B T"] | None = None) -> Attend:
     """Attention of T consecutive tokens a sequence over a cache: keys are written at `positions` first.
 
     Token at position p sees cache entries <= p; entries beyond are leftovers of rejected tokens, never read before
     they are overwritten. Positions of a row are consecutive: positions[b, t] = positions[b, 0] + t.
+    anchors: the position from which a window looks back, None = the token's own.
     """
 
-    def attend(q, k, v, cache: KV):
+    def attend(q, k, v, cache: KV, window=None):
         start = positions[:, 0]
         cache = KV(_write(cache.k, k, start), _write(cache.v, v, start))
         entries = jnp.arange(cache.k.shape[2])
-        mask = entries <= positions[..., None]
+        back = in_window((positions if anchors is None else anchors)[..., None], entries, window)
+        mask = (entries <= positions[..., None]) & back
         return _grouped(q, cache.k, cache.v, mask), cache
 
     return attend

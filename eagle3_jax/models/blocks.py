@@ -45,7 +45,9 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps)
 
 
-def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "*rows H"]:
+def rms_norm(
+    x: Float[Array, "*rows H"], weight: Float[Array, "H"], eps: float | Float[Array, ""]
+) -> Float[Array, "*rows H"]:
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return weight * normed.astype(x.dtype)

@@ -31,11 +31,8 @@ _HARMLESS = frozenset(
         "embd_pdrop",
         "attn_implementation",
         "is_llama_config",
-        "rope_interleaved",
         "hub_id",
         "max_window_layers",
-        "layer_types",
-        "use_sliding_window",
         "cache_implementation",
         "id2label",
         "label2id",
@@ -63,13 +60,19 @@ _READ = frozenset(
         "partial_rotary_factor",
         "pretraining_tp",
         "sliding_window",
+        "use_sliding_window",
+        "layer_types",
+        "rope_interleaved",
     ]
 )
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and options of a pre-norm SwiGLU decoder (Llama family). Sizes are counts; head_dim is per head."""
+    """Shape and options of a pre-norm SwiGLU decoder (Llama family). Sizes are counts; head_dim is per head.
+
+    windows: how many positions each layer looks back, itself included, None for all; () = no layer has a window.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -85,6 +88,11 @@ class DecoderConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """Positions that a layer looks back, itself included; None = all."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def facts(self) -> dict[str, int]:
@@ -93,16 +101,18 @@ class DecoderConfig:
         return {name: getattr(self, name) for name in names}
 
 
-def decoder_config(config: dict[str, Any], where: str = "config.json") -> DecoderConfig:
+def decoder_config(config: dict[str, Any], where: str = "config.json", strict: bool = False) -> DecoderConfig:
     """Reads a Llama-type config.json dictionary.
 
-    Raises UserError when a size is missing or an option is not supported; warns about keys it does not know.
+    Raises UserError when a size is missing or an option is not supported; warns about keys it does not know, or with
+    `strict` refuses them.
     """
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in sizes if not isinstance(config.get(key), int)]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)} / it must be the config of a Llama-type decoder")
     _refuse_unsupported(config, where)
+    _report_unknown(config, where, strict)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return DecoderConfig(
@@ -120,6 +130,7 @@ def decoder_config(config: dict[str, Any], where: str = "config.json") -> Decode
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=config.get("model_type") == "qwen3",
+        windows=_windows(config, where),
     )
 
 
@@ -141,6 +152,42 @@ def decoder_config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_parameters": config.rope.to_hf(),
+        **_windows_to_hf(config),
+    }
+
+
+def _windows(config: dict[str, Any], where: str) -> tuple[int | None, ...]:
+    """The window of each layer, as transformers reads sliding_window, use_sliding_window and layer_types."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = config.get("layer_types") or []
+    if not kinds and window and config.get("model_type") == "qwen3":  # from this layer on, Qwen has a window
+        full = config.get("max_window_layers", 28)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * max(config["num_hidden_layers"] - full, 0)
+        kinds = kinds[: config["num_hidden_layers"]]
+    if window and not kinds:
+        raise UserError(
+            f"{where} has sliding_window {window} but no layer_types, so some servers use it and some do not / "
+            'add "layer_types", one of full_attention and sliding_attention a layer'
+        )
+    unknown = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UserError(f"{where} has layer_types {unknown} / full_attention and sliding_attention are supported")
+    if kinds and len(kinds) != config["num_hidden_layers"]:
+        raise UserError(f"{where} has {len(kinds)} layer_types for {config['num_hidden_layers']} layers")
+    if "sliding_attention" not in kinds:
+        return ()
+    if not isinstance(window, int) or window < 1:
+        raise UserError(f"{where} has sliding_attention layers but sliding_window {config.get('sliding_window')!r}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    if not config.windows:
+        return {}
+    return {
+        "sliding_window": next(window for window in config.windows if window),
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
     }
 
 
@@ -150,14 +197,19 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise UserError(f"{where} describes weights quantised with {method!r} / use an unquantised copy")
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise UserError(f"{where} has sliding_window {config['sliding_window']} / full attention only is supported")
+    if config.get("rope_interleaved"):
+        raise UserError(f"{where} has rope_interleaved / only the half-split rotation (NeoX) is supported")
     if config["hidden_size"] % config["num_attention_heads"] and not config.get("head_dim"):
         raise UserError(f"{where}: hidden_size is no multiple of num_attention_heads and head_dim is absent")
+
+
+def _report_unknown(config: dict[str, Any], where: str, strict: bool) -> None:
     unknown = sorted(
         key
         for key, value in config.items()
         if key not in _READ | _HARMLESS and not key.startswith("_") and value not in (None, False, "", [], {})
     )
+    if unknown and strict:
+        raise UserError(f"{where} has keys that are not understood: {', '.join(unknown)} / remove them if harmless")
     if unknown:
-        warnings.warn(f"{where}: keys not understood and ignored: {', '.join(unknown)}", stacklevel=3)
+        warnings.warn(f"{where}: keys not understood and ignored: {', '.join(unknown)}", stacklevel=4)

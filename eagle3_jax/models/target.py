@@ -119,6 +119,8 @@ def load_target(path: str | Path, dtype: str = "bfloat16") -> Target:
         supported = ", ".join(_FAMILIES)
         raise UserError(f"target architecture {architecture} is not supported / {place} / supported: {supported}")
     config = decoder_config(raw, str(place))
+    if config.windows:
+        raise UserError(f"{place} has sliding windows / full attention only is supported for targets")
     graph, shapes = abstract_params(nnx.eval_shape(lambda: _FAMILIES[architecture](config)))
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
     params = fill(shapes, tensors, jnp.dtype(dtype), str(place), ignore)
@@ -126,8 +128,11 @@ def load_target(path: str | Path, dtype: str = "bfloat16") -> Target:
     return Target(str(place), config, graph, params, tokenizer, _end_tokens(raw, generation), hub_id, no_tokenizer)
 
 
-def resolve(path: str | Path) -> Path:
-    """A local path as it is; `demo` is the bundled SmolLM2; `org/name` through huggingface_hub. Else UserError."""
+def resolve(path: str | Path, also: tuple[str, ...] = ()) -> Path:
+    """A local path as it is; `demo` is the bundled SmolLM2; `org/name` through huggingface_hub. Else UserError.
+
+    also: file patterns to fetch from the hub besides configs, tokenizers and safetensors.
+    """
     place = Path(path)
     if place.exists():
         return place
@@ -139,7 +144,9 @@ def resolve(path: str | Path) -> Path:
 
     try:
         return Path(
-            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+            snapshot_download(
+                str(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *also]
+            )
         )
     except Exception as error:  # the hub client raises a dozen unrelated types; each becomes one line
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -129,7 +129,7 @@ def _read_prompts(
     if models.draft is None:
         return State(cache, lengths, first, None, sampling), first
     draft: DraftModel = models.draft.merge(weights.draft)
-    shape, dtype = draft.config.decoder, draft.fc.weight[...].dtype
+    shape, dtype = draft.config.decoder, draft.norm.weight[...].dtype
     draft_cache = empty_cache(shape.num_layers, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
     next_ids = jnp.where(positions == lengths[:, None] - 1, first[:, None], jnp.roll(ids, -1, axis=1))
     taps = taps.map(lambda a: a.astype(dtype))
@@ -181,7 +181,9 @@ def _draft_chain(models: Models, depth: int, weights: Weights, state: State) -> 
         ids = jnp.repeat(tokens[-1][:, None], pad, axis=1)
         positions = (state.length + step)[:, None] + jnp.arange(pad)
         hidden = jnp.repeat(draft.feedback(y), pad, axis=1)
-        y, cache = draft(hidden, ids, positions, cached(positions), cache)
+        # As in training, a window looks back from the last token with target features.
+        anchors = jnp.broadcast_to(state.length[:, None] - 1, positions.shape)
+        y, cache = draft(hidden, ids, positions, cached(positions, anchors), cache)
         y = y[:, :1]
         tokens.append(_top(draft, weights, y))
     return cache, jnp.stack(tokens, axis=1)
@@ -197,12 +199,12 @@ def _row(x: Float[Array, "B T H"], index: Int[Array, "B"]) -> Float[Array, "B 1 
     return jnp.take_along_axis(x, index[:, None, None], axis=1)
 
 
-def _fill_cache(q, k, v, cache: KV):
+def _fill_cache(q, k, v, cache: KV, window: int | None = None):
     """Attention of a prefill: causal over the prompt itself while keys and values go to the start of the cache.
 
     Prompts are padded on the right, so a causal mask alone keeps padding out of sight of every real token.
     """
-    out, _ = causal(jnp.zeros(q.shape[:2], jnp.int32))(q, k, v, None)
+    out, _ = causal(jnp.zeros(q.shape[:2], jnp.int32))(q, k, v, None, window=window)
     filled = [
         jax.lax.dynamic_update_slice(old, new.swapaxes(1, 2).astype(old.dtype), (0, 0, 0, 0))
         for old, new in ((cache.k, k), (cache.v, v))

@@ -137,7 +137,7 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
         config.training.feature_loss,
         config.training.compute_dtype,
     )
-    kept = {key: draft.params[key] for key in frozen_parts(config)}
+    kept = {key: draft.params[key] for key in frozen_parts(config) if key in draft.params}
     frozen = Frozen(target.params, kept, jnp.asarray(draft.d2t))
     facts = wiring_facts(draft, target.fingerprint, packed, heldout)
     run_folder.begin(folder, config)
@@ -165,7 +165,8 @@ def _stored(config: Config, draft: Draft, target: Target, documents: Documents, 
 
 def frozen_parts(config: Config) -> tuple[str, ...]:
     """Top-level parameters of the draft that stay as they began."""
-    return ("embed_tokens",) if config.training.train_head else ("embed_tokens", "lm_head")
+    frozen = ("embed_tokens", "target_norm")  # the target's own, as far as a draft has them
+    return frozen if config.training.train_head else (*frozen, "lm_head")
 
 
 def _first_draft(config: Config, target: Target, documents, init_from: str | None) -> Draft:

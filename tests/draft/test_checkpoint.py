@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eagle3_jax as e3
-from eagle3_jax.draft import draft as module
+from eagle3_jax.draft import folder as module
 from eagle3_jax.models.weights import flatten
 from tests.tiny import SCATTERED, ids_of, random_draft, write_target
 

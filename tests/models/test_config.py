@@ -34,6 +34,8 @@ def test_derived_sizes() -> None:
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         {"model_type": "qwen3"},
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 4},
+        {"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 6},
     ],
 )
 def test_writing_and_reading_are_inverse(changes: dict) -> None:
@@ -48,7 +50,11 @@ def test_writing_and_reading_are_inverse(changes: dict) -> None:
         ({"vocab_size": "512"}, "lacks vocab_size"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised with 'awq'"),
-        ({"sliding_window": 8}, "sliding_window 8"),
+        ({"sliding_window": 8}, "sliding_window 8 but no layer_types"),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, "1 layer_types for 8 layers"),
+        ({"sliding_window": 8, "layer_types": ["chunked_attention"] * 8}, "layer_types .'chunked_attention'."),
+        ({"layer_types": ["sliding_attention"] * 8}, "sliding_attention layers but sliding_window None"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
         ({"hidden_size": 66, "head_dim": None}, "no multiple of num_attention_heads"),
     ],
 )
@@ -62,6 +68,19 @@ def test_a_window_that_is_switched_off_is_accepted() -> None:
     assert decoder_config(target_config(sliding_window=8, use_sliding_window=False)).max_positions == 128
 
 
+def test_qwen_windows_begin_at_max_window_layers() -> None:
+    config = decoder_config(
+        target_config(model_type="qwen3", sliding_window=8, use_sliding_window=True, max_window_layers=6)
+    )
+    assert config.windows == (None,) * 6 + (8,) * 2
+    assert decoder_config(target_config(model_type="qwen3", sliding_window=8, use_sliding_window=False)).windows == ()
+
+
 def test_unknown_keys_are_named_in_a_warning() -> None:
     with pytest.warns(UserWarning, match="ignored: logit_softcap, zeta"):
         decoder_config(target_config(zeta=1, logit_softcap=30.0, unset=None))
+
+
+def test_unknown_keys_of_a_draft_are_refused() -> None:
+    with pytest.raises(UserError, match="not understood: logit_softcap"):
+        decoder_config(target_config(logit_softcap=30.0), strict=True)

@@ -105,24 +105,34 @@ def test_training_predicts_what_serving_proposes(results, name: str) -> None:
     assert compare_with_training(case.target, case.draft, case.prompts, case.answers, DEPTH) > rounds
 
 
+def compare_first_round(target: e3.Target, draft: e3.Draft, prompts, answers, depth: int, length: int) -> None:
+    """Fed with the draft's own tokens, the training graph must agree beyond the first wrong one too.
+
+    length: to which texts are padded, that of a program already compiled.
+    """
+    texts = [p + a.tokens[:1] + a.drafts[0] for p, a in zip(prompts, answers, strict=True)]
+    texts = np.pad(texts, ((0, 0), (0, length - len(texts[0]))))
+    features = target.forward(texts, taps=draft.taps).taps
+    steps = draft.ttt_forward(features, texts, depth)
+    for i, answer in enumerate(answers):
+        slot = len(prompts[i]) - 1
+        assert [int(draft.d2t[int(jnp.argmax(logits[i, slot]))]) for logits in steps] == answer.drafts[0]
+
+
 def test_training_predicts_what_an_untrained_draft_proposes(shallow_target) -> None:
-    draft = random_draft(shallow_target, taps=(2, 0, 1), layers=2, norm_before_fc=True, norm_output=True)
-    prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    # A window shorter than the texts: training anchors it at the last token with target features, so must serving.
+    window = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    flags = {"norm_before_fc": True, "norm_output": True}
+    draft = random_draft(shallow_target, taps=(2, 0, 1), layers=2, layer=window, **flags)
+    prompts = [[5 + i, 6, 7 * i, 8] for i in range(8)]
     answers = e3.generate(shallow_target, draft, prompts, max_new_tokens=12, strategy="chain:3", stop_token_ids=())
     assert compare_with_training(shallow_target, draft, prompts, answers, 3) >= sum(len(a.accepted) for a in answers)
+    compare_first_round(shallow_target, draft, prompts, answers, 3, len(prompts[0]) + 12)
 
 
 def test_the_first_round_equals_training_at_every_depth(results) -> None:
-    """Fed with the draft's own tokens, the training graph must agree beyond the first wrong one too."""
     case = results("base")
-    texts = [p + a.tokens[:1] + a.drafts[0] for p, a in zip(case.prompts, case.answers, strict=True)]
-    texts = np.pad(texts, ((0, 0), (0, len(case.prompts[0]) + NEW - len(texts[0]))))  # to a shape already compiled
-    features = case.target.forward(texts, taps=case.draft.taps).taps
-    slot = len(case.prompts[0]) - 1
-    steps = case.draft.ttt_forward(features, texts, DEPTH)
-    for i, answer in enumerate(case.answers):
-        predicted = [int(case.draft.d2t[int(jnp.argmax(logits[i, slot]))]) for logits in steps]
-        assert predicted == answer.drafts[0]
+    compare_first_round(case.target, case.draft, case.prompts, case.answers, DEPTH, len(case.prompts[0]) + NEW)
 
 
 def test_served_features_are_those_of_a_plain_forward(results) -> None:

@@ -1,0 +1,146 @@
+"""What SGLang/SpecForge, SafeAILab and ModelOpt have in common: one flat config.json, a Llama's keys and a draft's."""
+
+import re
+from typing import Any
+
+from eagle3_jax.draft.config import NORM_FLAGS, draft_config, own_block
+from eagle3_jax.draft.draft import Checkpoint, Draft, own_facts
+from eagle3_jax.draft.folder import Tensors, canonical_names
+from eagle3_jax.errors import UserError
+from eagle3_jax.models.config import decoder_config, decoder_config_to_hf
+from eagle3_jax.taps import TapSet
+
+# Keys of the draft; every other key is one of the decoder's and must be understood as such.
+_DRAFT_KEYS = frozenset(
+    ("draft_vocab_size", "target_hidden_size", "bias", "eagle_config", "eagle_aux_hidden_state_layer_ids")
+    + ("num_aux_hidden_states", "use_aux_norm", "eagle3_jax", "logit_scale", "target_model_type")
+    + NORM_FLAGS
+)
+# Switches of eagle_config, with the values that mean the network we have.
+_EAGLE_SWITCHES = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+}
+_EAGLE_KEYS = frozenset(
+    ("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_fc", "parallel_draft_step")
+    + ("parallel_draft_heads_num_layers", *_EAGLE_SWITCHES)
+)
+
+
+def read(
+    raw: dict[str, Any],
+    stored: Tensors,
+    where: str,
+    taps: TapSet | None,
+    convention: str | None,
+    num_layers: int | None,
+    counts_layers: bool = True,
+) -> Checkpoint:
+    """A flat draft in canonical form. counts_layers: whether num_hidden_layers means the draft's (SafeAILab: no)."""
+    file = f"{where}/config.json"
+    tensors = canonical_names(stored, where)
+    shapes = {name: tuple(array.shape) for name, array in tensors.items()}
+    _check_eagle_config(raw.get("eagle_config") or {}, file)
+    if raw.get("logit_scale", 1.0) not in (None, 1.0):
+        raise UserError(f"{file} has logit_scale {raw['logit_scale']} / only 1.0 is supported")
+    decoder_keys = {key: value for key, value in raw.items() if key not in _DRAFT_KEYS}
+    layers = [int(name.split(".")[1]) for name in tensors if re.match(r"layers\.\d+\.", name)]
+    if not counts_layers:
+        decoder_keys["num_hidden_layers"] = max(layers, default=0) + 1
+    # Only tensors tell: whatever model_type says, none of these systems builds q/k norms unless they are in the file.
+    has_qk_norm = "layers.0.self_attn.q_norm.weight" in tensors
+    decoder_keys["model_type"] = "qwen3" if has_qk_norm else "llama"
+    decoder = decoder_config(decoder_keys, file, strict=True)
+    config = draft_config(_with_flags(raw), decoder, file, taps, shapes, convention, num_layers)
+    stated = raw.get("num_aux_hidden_states")
+    if stated is not None and stated != len(config.taps):
+        raise UserError(f"{file} has num_aux_hidden_states {stated} but {len(config.taps)} taps / correct one of them")
+    if raw.get("tie_word_embeddings") and "lm_head.weight" not in tensors:
+        if "embed_tokens.weight" not in tensors:
+            raise UserError(f"tie_word_embeddings is on but neither lm_head nor embed_tokens is stored / {where}")
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    facts = {key: value for key, value in (raw.get("eagle3_jax") or {}).items() if key not in _OWN_KEYS}
+    return Checkpoint(config, tensors, {"verifier": _no_verifier(), **facts})
+
+
+_OWN_KEYS = ("taps", "taps_convention")
+
+
+def _no_verifier() -> dict[str, Any]:
+    """These formats name no verifier."""
+    return {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}
+
+
+def _with_flags(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config with flags under their usual names: vLLM reads norm_before_fc nested too, SGLang use_aux_norm."""
+    nested = (raw.get("eagle_config") or {}).get("norm_before_fc")
+    return {
+        **raw,
+        "norm_before_fc": raw.get("norm_before_fc") or nested,
+        "fc_norm": raw.get("fc_norm") or raw.get("use_aux_norm"),
+    }
+
+
+def _check_eagle_config(eagle: dict[str, Any], where: str) -> None:
+    unknown = sorted(key for key in eagle if key not in _EAGLE_KEYS and eagle[key] not in (None, False))
+    if unknown:
+        raise UserError(f"{where} has eagle_config keys that are not understood: {', '.join(unknown)}")
+    for key, expected in _EAGLE_SWITCHES.items():
+        if eagle.get(key) not in (None, expected):
+            raise UserError(f"{where} has eagle_config.{key} {eagle[key]} / only {expected} is supported")
+
+
+def write(draft: Draft, architecture: str, eagle_config: dict[str, Any] | None) -> dict[str, Any]:
+    """The flat config.json of a draft, rope in the transformers-4 layout that all these systems read."""
+    config = draft.config
+    decoder = decoder_config_to_hf(config.decoder)
+    rope = decoder.pop("rope_parameters")
+    theta, kind = rope.pop("rope_theta"), rope["rope_type"]
+    optional: dict[str, Any] = {}
+    if config.target_hidden_size != config.decoder.hidden_size:
+        # Never null: SGLang and its JAX sibling multiply it whenever the key exists.
+        optional["target_hidden_size"] = config.target_hidden_size
+    if eagle_config is not None:
+        optional["eagle_config"] = eagle_config
+        if config.use_aux_hidden_state:  # as block inputs, where vLLM looks for them
+            optional["eagle_aux_hidden_state_layer_ids"] = list(config.taps)
+    return {
+        "architectures": [architecture],
+        **decoder,
+        "tie_word_embeddings": False,
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else rope,
+        "torch_dtype": str(draft.dtype),
+        "draft_vocab_size": config.draft_vocab_size,
+        **optional,
+        "eagle3_jax": own_block(config, {**own_facts(draft), **_named_facts(draft)}),
+    }
+
+
+def _named_facts(draft: Draft) -> dict[str, Any]:
+    """Facts for which speculators has keys of its own and a flat config has none."""
+    return {key: draft.facts[key] for key in ("verifier", "speculative_tokens") if draft.facts.get(key)}
+
+
+def unsupported(draft: Draft, flags: tuple[str, ...]) -> list[str]:
+    """Those of `flags` that the draft needs, by the name of the key or tensor that says so."""
+    config, decoder = draft.config, draft.config.decoder
+    needs = {
+        **{flag: getattr(config, flag) for flag in NORM_FLAGS},
+        "bias": config.fc_bias,
+        "use_aux_hidden_state": not config.use_aux_hidden_state,
+        "attention_bias": decoder.attention_bias,
+        "mlp_bias": decoder.mlp_bias,
+        "qk_norm": decoder.qk_norm,
+        "sliding_window": bool(decoder.windows),
+        "num_hidden_layers": decoder.num_layers > 1,
+    }
+    words = {
+        "use_aux_hidden_state": "use_aux_hidden_state false",
+        "qk_norm": "q_norm/k_norm (a Qwen3 draft)",
+        "num_hidden_layers": f"num_hidden_layers {decoder.num_layers}",
+        "bias": "bias (of fc)",
+    }
+    return [words.get(flag, flag) for flag in flags if needs[flag]]
