@@ -54,10 +54,9 @@ class TrainingProgress:
     def update(self, report) -> None:
         """Takes one `trainer.Report`."""
         metrics = report.metrics
-        left = report.seconds * max(1.0 - report.progress, 0.0) / max(report.progress, 1e-9)
         line = (
             f"step {report.step}  loss {metrics['loss']:.3f}  simulated tau {metrics['simulated_tau']:.3f}  "
-            f"{metrics['tokens_per_second']:.0f} tok/s  {left / 60:.1f} min left"
+            f"{metrics['tokens_per_second']:.0f} tok/s  {report.seconds_left / 60:.1f} min left"
         )
         if report.heldout is not None:
             note(f"{line}  held-out simulated tau {report.heldout['simulated_tau']:.3f}")

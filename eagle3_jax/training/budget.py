@@ -52,3 +52,11 @@ class Budget:
                 return float(self.passes * min(step + more, self.pass_steps))
             self.pass_steps = step
         return float(max(step, min(self.passes * self.pass_steps, step + left / later)))
+
+    def seconds_left(self, step: int, elapsed: float) -> float:
+        """Expected seconds to the end; before any step was timed, the limit's (0 without one)."""
+        if not self._later:
+            return max((self.seconds or 0.0) - elapsed, 0.0)
+        total, later = self.total(step, elapsed), statistics.median(self._later)
+        new = max(min(self.pass_steps, total / self.passes) - step, 0.0)
+        return new * statistics.median(self._first or self._later) + (total - step - new) * later

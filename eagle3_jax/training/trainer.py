@@ -57,7 +57,7 @@ class Report:
 
     step: int
     progress: float
-    seconds: float
+    seconds_left: float
     metrics: dict[str, Any]
     heldout: dict[str, Any] | None
 
@@ -248,7 +248,8 @@ def _loop(
             metrics_file.write(metrics if heldout is None else {**metrics, "heldout": heldout})
             elapsed = time.perf_counter() - began
             try:
-                progress(Report(step, min(step / total, 1.0), elapsed, metrics, heldout))
+                left = budget.seconds_left(step, elapsed)
+                progress(Report(step, min(step / total, 1.0), left, metrics, heldout))
             except KeyboardInterrupt:  # a display's way of asking
                 interrupted.set()
             if step >= total or step % training.checkpoint_every == 0:

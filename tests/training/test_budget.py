@@ -63,5 +63,18 @@ def test_resumed_after_the_first_pass_was_cut() -> None:
     assert (steps, elapsed) == (500, 1400.0) and budget.pass_steps == 100
 
 
+def test_time_left_in_and_after_the_first_pass() -> None:
+    budget = Budget(5, 100, None)
+    assert budget.seconds_left(0, 0.0) == 0.0 and Budget(5, 100, 60.0).seconds_left(0, 20.0) == 40.0
+    for step in range(150):
+        seconds = 10.0 if step < 100 else 1.0
+        budget.observe(step, seconds, seconds - 1.0)
+        expected = 10.0 * max(99 - step, 0) + min(499 - step, 400)
+        assert budget.seconds_left(step + 1, 0.0) == pytest.approx(expected)
+    limited = Budget(5, 10_000, 1400.0)
+    limited.observe(0, 10.0, 9.0)
+    assert limited.seconds_left(1, 10.0) == pytest.approx(1390.0)
+
+
 def test_no_time_left_is_the_end() -> None:
     assert Budget(5, 10, 60.0).total(7, 61.0) == 7
