@@ -41,16 +41,13 @@ class StoredConfig(_Strict):
 
 
 class DataConfig(_Strict):
-    """train, heldout: JSONL of conversations or of {input_ids, loss_mask}, or stored features of others (folders or
-    files; see StoredConfig). length: tokens of a packed row.
-
-    max_documents: train on the first so many; the draft vocabulary is counted on all of them.
+    """train, heldout: JSONL (.gz) of conversations or of {input_ids, loss_mask}, or stored features of others (folders
+    or files; see StoredConfig). length: tokens of a packed row.
     """
 
     train: str | list[str]
     heldout: str | list[str]
     length: Annotated[int, Field(ge=8)] = 2048
-    max_documents: Positive | None = None
     stored: StoredConfig = StoredConfig()
 
 
@@ -58,7 +55,8 @@ class DraftShape(_Strict):
     """taps: canonical points, or `paper` for (2, N//2, N-3). vocab_size: rows of the draft's head.
 
     initialise: `random`, or `last_block`: blocks start as copies of the target's last one and fc passes the last tap
-    through, so that training begins from the target's own final computation.
+    through, so that training begins from the target's own final computation. last_tap_scale: times this. With fc_norm
+    the last tap comes with a root mean square of 1, far less than the block is used to; without, 1 keeps its size.
     """
 
     taps: Literal["paper"] | list[int] = "paper"
@@ -66,6 +64,7 @@ class DraftShape(_Strict):
     num_layers: Positive = 1
     intermediate_size: Positive | None = None
     initialise: Literal["random", "last_block"] = "random"
+    last_tap_scale: Annotated[float, Field(gt=0)] = 1.0
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -94,7 +93,7 @@ class TrainingConfig(_Strict):
     feature_loss: weight of the distance between the draft's output and the target's last hidden state one token on.
     EAGLE-3 trains without it (0); with little data it helps (docs/experiments.md).
     target_hub_id: the name under which servers load the target, where the path is no hub name (a GGUF, a local copy).
-    minutes: None, or a budget of training time: the schedule then runs over whichever ends first, epochs or minutes.
+    minutes: None, or a budget of training time: as many rows take part as it has room for in all `epochs` passes.
     """
 
     epochs: Positive = 10

@@ -1,11 +1,13 @@
-"""Reading JSONL: training records (conversations or ready token rows) and prompt files.
+"""Reading JSONL, plain or gzipped (`.gz`): training records (conversations or ready token rows) and prompt files.
 
 Every fault is reported with file and line; nothing is skipped or repaired, because a skipped row changes what is
 trained on without anyone noticing.
 """
 
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,26 +85,34 @@ def _rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not os.access(path, os.R_OK):
         raise UserError(f"{path}: no permission to read it")
     empty = True
-    # Lines are split at b"\n" alone: str.splitlines would also cut at U+2028, which is legal inside a JSON string.
-    with open(path, "rb") as file:
-        for line, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            empty = False
-            where = f"{path}:{line}"
-            try:
-                row = json.loads(raw.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise UserError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{where}: bad JSON ({error.msg}, column {error.colno}); JSONL has one object a line"
-                ) from error
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: expected one JSON object a line (JSONL), found a {type(row).__name__}")
-            yield line, row
+    for line, raw in _lines(path):
+        if not raw.strip():
+            continue
+        empty = False
+        where = f"{path}:{line}"
+        try:
+            row = json.loads(raw.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{where}: bad JSON ({error.msg}, column {error.colno}); JSONL has one object a line"
+            ) from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: expected one JSON object a line (JSONL), found a {type(row).__name__}")
+        yield line, row
     if empty:
         raise UserError(f"{path}: the file is empty; expected one JSON object a line")
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines, split at b"\\n" alone: str.splitlines would also cut at U+2028, legal inside a JSON string."""
+    opener = gzip.open if str(path).endswith(".gz") else open
+    try:
+        with opener(path, "rb") as file:
+            yield from enumerate(file, start=1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a whole gzip file ({error}); write it again or give it another name") from error
 
 
 def _record(row: dict[str, Any], path: str, line: int) -> Record:

@@ -78,14 +78,18 @@ def steps_an_epoch(packed: Packed, batch_rows: int) -> int:
     return -(-len(packed.input_ids) // batch_rows)
 
 
-def rows_of_step(step: int, rows: int, batch_rows: int, seed: int) -> list[int]:
-    """Row numbers of optimiser step `step` (from 0): every row once an epoch, shuffled anew each epoch.
+def rows_of_step(step: int, rows: int, batch_rows: int, seed: int, pass_steps: int | None = None) -> list[int]:
+    """Row numbers of optimiser step `step` (from 0): every row once a pass, shuffled anew for each pass.
 
-    A function of the step alone, so that a resumed run sees exactly the rows it would have seen.
+    pass_steps: steps of a pass if it is shorter than all rows; the rows are then those of the first pass. A function of
+    its arguments alone, so that a resumed run sees exactly the rows it would have seen.
     """
-    per_epoch = -(-rows // batch_rows)
-    epoch, place = divmod(step, per_epoch)
-    order = np.random.default_rng([seed, epoch]).permutation(rows)
+    passed, place = divmod(step, pass_steps or -(-rows // batch_rows))
+    order = np.random.default_rng([seed, 0]).permutation(rows)[
+        : None if pass_steps is None else pass_steps * batch_rows
+    ]
+    if passed:
+        order = np.random.default_rng([seed, passed]).permutation(order)
     return order[place * batch_rows : (place + 1) * batch_rows].tolist()
 
 

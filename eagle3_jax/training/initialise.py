@@ -57,12 +57,12 @@ def initial_draft(shape: DraftShape, target: Target, d2t: np.ndarray, seed: int,
     params["norm"]["weight"] = target.params["model"]["norm"]["weight"].astype(jnp.float32)
     params["embed_tokens"]["weight"] = target.params["model"]["embed_tokens"]["weight"]
     if shape.initialise == "last_block":
-        _grow_from_last_block(params, config, target)
+        _grow_from_last_block(params, config, target, shape.last_tap_scale)
     return new_draft(config, params, d2t, facts)
 
 
-def _grow_from_last_block(params: Params, config: DraftConfig, target: Target) -> None:
-    """Every draft layer becomes the target's last block; fc passes the last tap through.
+def _grow_from_last_block(params: Params, config: DraftConfig, target: Target, last_tap_scale: float) -> None:
+    """Every draft layer becomes the target's last block; fc passes the last tap through, times `last_tap_scale`.
 
     In the first layer, whose q/k/v read [embedding, hidden], the hidden half is the block's and the embedding half
     starts small and random.
@@ -84,4 +84,4 @@ def _grow_from_last_block(params: Params, config: DraftConfig, target: Target) -
     params["layers"][0]["input_layernorm"]["weight"] = jnp.ones(size)
     taps = len(config.taps)
     fc = params["fc"]["weight"] * 0.1
-    params["fc"]["weight"] = fc.at[:, (taps - 1) * size :].set(jnp.eye(size))
+    params["fc"]["weight"] = fc.at[:, (taps - 1) * size :].set(last_tap_scale * jnp.eye(size))

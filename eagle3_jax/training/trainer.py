@@ -23,6 +23,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target, load_target
 from eagle3_jax.taps import require
 from eagle3_jax.training import run_folder
+from eagle3_jax.training.budget import Budget
 from eagle3_jax.training.checkpoints import Checkpoints, wiring_facts
 from eagle3_jax.training.dataset import (
     Documents,
@@ -70,7 +71,6 @@ class Run:
     draft: Draft
     train: Packed
     heldout: Packed
-    total_steps: int
     setup: Setup
     frozen: Frozen
     checkpoints: Checkpoints
@@ -101,9 +101,9 @@ def train(
         return finished
     run = prepare(config, folder, target, init_from, say)
     try:
-        state, seconds = _start(run, say)
-        state, heldout = _loop(run, state, seconds, folder, progress)
-        return _finish(run, state, folder, heldout, say)
+        state, budget, seconds = _start(run, say)
+        state, heldout = _loop(run, state, budget, seconds, folder, progress)
+        return _finish(run, state, budget, folder, heldout, say)
     finally:
         run.checkpoints.close()
 
@@ -112,7 +112,7 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     """Loads the target, reads and packs the data, makes the first draft; then, nothing being wrong, the run folder."""
     target = load_target(config.target.path, config.target.dtype) if target is None else target
     documents = read_documents(config.data.train, target, config.data.stored.loss_masks)
-    packed = pack_documents(documents.items[: config.data.max_documents], config.data.length, config.data.train)
+    packed = pack_documents(documents.items, config.data.length, config.data.train)
     heldout_documents = read_documents(config.data.heldout, target, config.data.stored.loss_masks)
     heldout = pack_documents(heldout_documents.items, config.data.length, config.data.heldout)
     draft = _first_draft(config, target, documents.items, init_from)
@@ -127,7 +127,6 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
         f"{report.dropped_documents} with nothing supervised, {documents.refused} refused; "
         f"the draft vocabulary covers {coverage(heldout_documents.items, draft.d2t):.1%} of held-out tokens"
     )
-    total = config.training.epochs * steps_an_epoch(packed, config.training.batch_rows)
     setup = Setup(
         target.graph,
         draft.graph,
@@ -147,7 +146,7 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
         run_folder.write_provenance(folder, config, target, packed, documents)
     if draft.facts["verifier"]["name_or_path"] is None:
         say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
-    return Run(config, target, draft, packed, heldout, total, setup, frozen, checkpoints, stored, heldout_stored)
+    return Run(config, target, draft, packed, heldout, setup, frozen, checkpoints, stored, heldout_stored)
 
 
 def _stored(config: Config, draft: Draft, target: Target, documents: Documents, packed: Packed, say):
@@ -194,61 +193,72 @@ def _first_draft(config: Config, target: Target, documents, init_from: str | Non
     return initial_draft(config.draft, target, d2t, config.training.seed, facts)
 
 
-def _start(run: Run, say) -> tuple[TrainState, float]:
-    """The state to train from and the seconds of training behind it: fresh, or the newest checkpoint's."""
+def _start(run: Run, say) -> tuple[TrainState, Budget, float]:
+    """Fresh or the newest checkpoint's: the state to train from, the budget, the seconds of training behind it."""
     trainable = {key: value for key, value in run.draft.params.items() if key not in run.frozen.draft}
     # Copies: some weights begin as the target's own arrays, and the step takes its state's memory over.
     trainable = jax.tree.map(lambda p: jnp.array(p, jnp.float32), trainable)
     state = TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32))
-    if run.checkpoints.latest is None:
-        return state, 0.0
-    state, extra, step = run.checkpoints.restore(state)
-    say(f"resuming at step {step} of {run.total_steps}")
-    return jax.tree.map(jnp.asarray, state), extra["seconds"]
+    training, extra = run.config.training, {"seconds": 0.0, "pass_steps": None}
+    if run.checkpoints.latest is not None:
+        state, extra, step = run.checkpoints.restore(state)
+        state = jax.tree.map(jnp.asarray, state)
+    limit = None if training.minutes is None else 60 * training.minutes
+    budget = Budget(training.epochs, steps_an_epoch(run.train, training.batch_rows), limit, extra["pass_steps"])
+    if run.checkpoints.latest is not None:
+        say(f"resuming at step {step} of {budget.total(step, extra['seconds']):.0f}")
+    return state, budget, extra["seconds"]
 
 
-def _loop(run: Run, state: TrainState, spent: float, folder: Path, progress) -> tuple[TrainState, dict[str, Any]]:
-    """Steps until the epochs or the minutes are used up. spent: seconds of training before this call."""
+def _loop(
+    run: Run, state: TrainState, budget: Budget, spent: float, folder: Path, progress
+) -> tuple[TrainState, dict[str, Any]]:
+    """Steps until the budget is used up. spent: seconds of training before this call."""
     training, rows = run.config.training, len(run.train.input_ids)
-    metrics_file = run_folder.Metrics(folder / "metrics.jsonl", int(state.step))
-    began, step, heldout = time.perf_counter() - spent, int(state.step), None
+    first = step = int(state.step)
+    metrics_file = run_folder.Metrics(folder / "metrics.jsonl", step)
+    began, heldout = time.perf_counter() - spent, None
     with deferred_interrupt() as interrupted:
-        while (done := _progress(run, step, time.perf_counter() - began)) < 1.0:
+        while step < (total := budget.total(step, time.perf_counter() - began)):
             if interrupted.is_set():
-                run.checkpoints.save(step, state, {"seconds": time.perf_counter() - began}, None)
-                raise KeyboardInterrupt(f"stopped at step {step} of {run.total_steps} / {folder} / --resume goes on")
+                run.checkpoints.save(step, state, _extra(budget, None, time.perf_counter() - began), None)
+                raise KeyboardInterrupt(f"stopped at step {step} of {total:.0f} / {folder} / --resume goes on")
             begin = time.perf_counter()
-            chosen = rows_of_step(step, rows, training.batch_rows, training.seed)
+            chosen = rows_of_step(step, rows, training.batch_rows, training.seed, budget.pass_steps)
             batch = make_batch(run.train, chosen, training.batch_rows)
             features = _features(run, run.stored, run.cache, chosen, batch)
-            rate = jnp.float32(learning_rate_factor(run.config.optimiser, done))
+            of_features = time.perf_counter() - begin
+            rate = jnp.float32(learning_rate_factor(run.config.optimiser, step / total))
             state, outcome = train_step(run.setup, run.frozen, state, batch, features, rate)
-            metrics = _step_metrics(run, step, outcome, batch)
+            metrics = _step_metrics(run, budget, step, outcome, batch)
             if not math.isfinite(metrics["loss"]):
                 raise UserError(
                     f"loss is {metrics['loss']} at step {step} / {folder} / lower the learning rate, --resume"
                 )
-            step += 1
             seconds = time.perf_counter() - begin
-            ends = _progress(run, step, time.perf_counter() - began) >= 1.0
-            heldout = evaluate(run, state) if ends or step % training.evaluate_every == 0 else None
+            if step > first:
+                budget.observe(step, seconds, of_features)
+            step += 1
+            total = budget.total(step, time.perf_counter() - began)
+            heldout = evaluate(run, state) if step >= total or step % training.evaluate_every == 0 else None
             metrics["seconds"] = round(seconds, 4)
             metrics["tokens_per_second"] = round(float((batch.document_ids >= 0).sum()) / seconds, 1)
             metrics_file.write(metrics if heldout is None else {**metrics, "heldout": heldout})
             elapsed = time.perf_counter() - began
             try:
-                progress(Report(step, _progress(run, step, elapsed), elapsed, metrics, heldout))
+                progress(Report(step, min(step / total, 1.0), elapsed, metrics, heldout))
             except KeyboardInterrupt:  # a display's way of asking
                 interrupted.set()
-            if ends or step % training.checkpoint_every == 0:
-                _save(run, state, heldout, elapsed)
+            if step >= total or step % training.checkpoint_every == 0:
+                tau = None if heldout is None else heldout["simulated_tau"]
+                run.checkpoints.save(step, state, _extra(budget, heldout, elapsed), tau)
         return state, heldout or evaluate(run, state)
 
 
-def _progress(run: Run, step: int, seconds: float) -> float:
-    """Share of the run that is done: of its steps or of its minutes, whichever is further."""
-    minutes = run.config.training.minutes
-    return max(step / run.total_steps, 0.0 if minutes is None else seconds / (60 * minutes))
+def _extra(budget: Budget, heldout: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    """What a checkpoint keeps beside the arrays."""
+    decided = budget.pass_steps if budget.pass_steps < budget.all_steps else None
+    return {"heldout": heldout, "seconds": seconds, "pass_steps": decided}
 
 
 def _features(run: Run, stored: StoredFeatures | None, cache: FeatureCache, rows: list[int], batch):
@@ -268,13 +278,12 @@ def _features(run: Run, stored: StoredFeatures | None, cache: FeatureCache, rows
     return features
 
 
-def _step_metrics(run: Run, step: int, outcome, batch) -> dict[str, Any]:
+def _step_metrics(run: Run, budget: Budget, step: int, outcome, batch) -> dict[str, Any]:
     meter = AcceptanceMeter(run.config.training.ttt_steps)
     meter.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids)
-    per_epoch = steps_an_epoch(run.train, run.config.training.batch_rows)
     return {
         "step": step + 1,
-        "epoch": round((step + 1) / per_epoch, 3),
+        "epoch": round((step + 1) / budget.pass_steps, 3),
         "loss": float(outcome.loss),
         "loss_by_step": np.asarray(outcome.losses).round(5).tolist(),
         "grad_norm": float(outcome.grad_norm),
@@ -296,13 +305,7 @@ def evaluate(run: Run, state: TrainState) -> dict[str, Any]:
     return {"loss_first_step": sum(loss * count for loss, count in losses) / weight, **meter.summary()}
 
 
-def _save(run: Run, state: TrainState, heldout: dict[str, Any] | None, seconds: float) -> None:
-    """A checkpoint to go on from; with a held-out evaluation also a candidate for the best."""
-    tau = None if heldout is None else heldout["simulated_tau"]
-    run.checkpoints.save(int(state.step), state, {"heldout": heldout, "seconds": seconds}, tau)
-
-
-def _finish(run: Run, state: TrainState, folder: Path, heldout: dict[str, Any], say) -> dict[str, Any]:
+def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: dict[str, Any], say) -> dict[str, Any]:
     """Exports the checkpoint with the best held-out tau and writes result.json, in that order."""
     best, step = run.checkpoints.best_step(), int(state.step)
     if best is not None and best != step:
@@ -316,13 +319,16 @@ def _finish(run: Run, state: TrainState, folder: Path, heldout: dict[str, Any], 
     draft = Draft(run.draft.config, run.draft.graph, params, run.draft.d2t, facts)
     save_draft(draft, folder / "export", run.config.training.ttt_steps)
     say(f"draft written to {folder / 'export'} (step {step}, held-out simulated tau {heldout['simulated_tau']:.3f})")
+    rows, batch_rows, seed = len(run.train.input_ids), run.config.training.batch_rows, run.config.training.seed
+    used = [row for first in range(budget.pass_steps) for row in rows_of_step(first, rows, batch_rows, seed)]
     result = {
         "name": run.config.name,
         "step": step,
-        "total_steps": run.total_steps,
+        "total_steps": int(state.step),
         "taps": list(run.draft.taps),
         "heldout": heldout,
-        "supervised_tokens": run.train.report.supervised_tokens,
+        "passes": run.config.training.epochs,
+        "supervised_tokens": int(run.train.loss_mask[used].sum()),
         "export": str(folder / "export"),
     }
     run_folder.write_json(folder / "result.json", result)

@@ -1,5 +1,6 @@
 """Reading JSONL: what is accepted, and that every fault names file and line."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -87,3 +88,14 @@ def test_shared_files_are_read() -> None:
     assert len(records) == 220 and all(isinstance(record, Conversation) for record in records)
     prompts = read_prompts(SHARED_DATA / "eval" / "mt_bench.jsonl")
     assert len(prompts) == 80 and all(len(turns) == 2 for turns in prompts)
+
+
+def test_gzipped_files_are_read_and_torn_ones_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl.gz"
+    whole = gzip.compress(b'{"input_ids": [1, 2], "loss_mask": [0, 1]}\n' * 50)
+    file.write_bytes(whole)
+    assert len(read_records(file)) == 50
+    for broken in (whole[:-12], b"{}\n", whole[:30] + b"\x00\xff" * 20 + whole[30:]):
+        file.write_bytes(broken)
+        with pytest.raises(UserError, match="rows.jsonl.gz: not a whole gzip file"):
+            read_records(file)

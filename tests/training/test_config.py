@@ -133,7 +133,7 @@ def test_every_field_is_used(world, tmp_path, monkeypatch) -> None:
             read.add((type(self), name))
         return BaseModel.__getattribute__(self, name)
 
-    config = world.config(tmp_path, training={"epochs": 1})
+    config = world.config(tmp_path, draft={"initialise": "last_block"}, training={"epochs": 1})
     models = {type(config), *(type(value) for _, value in config if isinstance(value, BaseModel))}
     for model in models:
         monkeypatch.setattr(model, "__getattribute__", recording, raising=False)

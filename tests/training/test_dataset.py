@@ -47,6 +47,19 @@ def test_every_row_once_an_epoch(rows: int, batch_rows: int, epoch: int) -> None
     assert [rows_of_step(step, rows, batch_rows, seed=1) for step in reversed(steps)] == batches[::-1]
 
 
+@given(st.integers(1, 23), st.integers(1, 9), st.integers(1, 5), st.data())
+def test_short_passes_repeat_the_rows_of_the_first(rows: int, batch_rows: int, passed: int, data) -> None:
+    pass_steps = data.draw(st.integers(1, -(-rows // batch_rows)))
+
+    def rows_of_pass(number: int, short: int | None) -> list[list[int]]:
+        steps = range(number * pass_steps, (number + 1) * pass_steps)
+        return [rows_of_step(step, rows, batch_rows, 1, short) for step in steps]
+
+    first = rows_of_pass(0, pass_steps)
+    assert first == rows_of_pass(0, None)  # cutting the first pass short does not change what it has seen
+    assert sorted(sum(rows_of_pass(passed, pass_steps), [])) == sorted(sum(first, []))
+
+
 def test_epochs_and_seeds_have_their_own_order() -> None:
     orders = [tuple(rows_of_step(epoch, 20, 20, seed)) for epoch in range(3) for seed in range(3)]
     assert len(set(orders)) == 9
