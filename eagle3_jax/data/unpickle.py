@@ -45,7 +45,18 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
     "UntypedStorage": "uint8",
 }
-_TORN = (IndexError, KeyError, ValueError, TypeError, EOFError, OSError, zipfile.BadZipFile, zlib.error, RuntimeError)
+# What running or resolving a damaged program can raise; MemoryError where a length is damaged.
+_TORN = (
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    MemoryError,
+) + (zipfile.BadZipFile, zlib.error)
 
 
 def load_torch(path: str | Path, lazy: bool = False) -> Any:
@@ -144,7 +155,9 @@ def _rebuild_v3(storage, offset, shape, strides, requires_grad, hooks, dtype, me
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    return text.encode(encoding)  # how protocol 2 writes bytes
+    if encoding != "latin1":  # how protocol 2 writes bytes
+        raise ValueError(f"bytes in the encoding {encoding!r}")
+    return text.encode(encoding)
 
 
 # What a pickle may call, with what is called in its stead. Data (dtypes, storage classes) is not callable.

@@ -135,6 +135,9 @@ def test_nothing_is_executed(tmp_path, protocol):
         b"\x80\x02c__builtin__\neval\nX\x03\x00\x00\x001+1\x85R.",
         b"\x80\x02cbuiltins\nset\n\x81.",
         b"\x80\x02\x82\x01.",
+        b"\x80\x02c_codecs\nencode\n(X\x01\x00\x00\x00aX\x04\x00\x00\x00zlibtR.",
+        b"\x80\x02c_codecs\nencode\n(K\x05X\x06\x00\x00\x00latin1tR.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(K\x05K\x00))\x89}tR.",  # a view of a number
         b"\x80\x02]q\x00h\x00a.",  # a list that holds itself
         b"\x80\x02}",  # no end
         b"\x80\x02.",
