@@ -69,12 +69,11 @@ def inspect(
 
 def _placeholder(raw: dict[str, Any], stored, where: str, error: UnknownTaps) -> TapSet:
     """Taps of the right number, to read the rest of a draft whose taps are unknown; never shown."""
-    if error.readings:
-        return error.readings[0]
     fc = canonical_names(stored, where).get("fc.weight")
     layer = raw.get("transformer_layer_config") or raw
     width = raw.get("target_hidden_size") or layer.get("hidden_size") or 1
-    return TapSet(range(max(fc.shape[-1] // width, 1) if fc is not None and fc.ndim == 2 else 1))
+    count = max(fc.shape[-1] // width, 1) if fc is not None and fc.ndim == 2 else 1
+    return next((reading for reading in error.readings if len(reading) == count), TapSet(range(count)))
 
 
 def _source_words(folder: Folder) -> str:

@@ -42,7 +42,7 @@ class Draft:
 
     @property
     def dtype(self):
-        return self.params["norm"]["weight"].dtype
+        return self.params["layers"][0]["self_attn"]["q_proj"]["weight"].dtype
 
     @property
     def missing(self) -> list[str]:

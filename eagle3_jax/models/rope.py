@@ -48,6 +48,11 @@ class RopeConfig:
 def rope_from_hf(config: dict[str, Any], head_dim: int) -> RopeConfig:
     """Reads rope facts from a config.json dictionary (transformers 4 or 5 style); refuses what it does not know."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    by_layer = [value for value in (new or {}).values() if isinstance(value, dict)]  # one rotation a layer type
+    if by_layer:
+        if any(value != by_layer[0] for value in by_layer):
+            raise UserError(f"rope_parameters in config.json differ by layer type ({new}) / one rotation is supported")
+        new = by_layer[0]
     if new and old and {k: v for k, v in old.items() if k != "type"}.items() - new.items():
         raise UserError(f"config.json has rope_parameters {new} and another rope_scaling {old} / keep one of them")
     parameters = dict(new or old or {})

@@ -129,7 +129,7 @@ def _read_prompts(
     if models.draft is None:
         return State(cache, lengths, first, None, sampling), first
     draft: DraftModel = models.draft.merge(weights.draft)
-    shape, dtype = draft.config.decoder, draft.norm.weight[...].dtype
+    shape, dtype = draft.config.decoder, draft.lm_head.weight[...].dtype
     draft_cache = empty_cache(shape.num_layers, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
     next_ids = jnp.where(positions == lengths[:, None] - 1, first[:, None], jnp.roll(ids, -1, axis=1))
     taps = taps.map(lambda a: a.astype(dtype))

@@ -42,13 +42,16 @@ def test_everything_about_a_draft(tmp_path: Path, tiny_draft, capfd) -> None:
         assert part in text
 
 
-def test_taps_that_the_file_leaves_open(tmp_path: Path, tiny_draft, tiny_target) -> None:
+def test_taps_that_the_file_leaves_open(tmp_path: Path, tiny_draft, tiny_target, tiny_folder) -> None:
     silent = write(tmp_path / "a", tiny_draft, "safeailab")
     found = inspect(silent)
     assert found["taps"] is None and "--taps" in found["taps_unknown"] and found["likely_taps"] == []
     assert "may capture (2, N//2, N-3)" in said(found, "vllm") and "so it captures" in said(found, "sglang")
     assert "taps        unknown" in render(found)
     assert inspect(silent, e3.TapSet([2, 4, 6]))["taps"] == [2, 4, 6]
+    four = write(tmp_path / "four", random_draft(tiny_target, taps=(1, 2, 3, 4)), "safeailab")
+    found = inspect(four, target=target_facts(str(tiny_folder)))
+    assert found["taps"] is None and found["likely_taps"] == [[2, 4, 5], [3, 5, 6]]
     inner = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}}
     found = inspect(write(tmp_path / "b", tiny_draft, "sglang", **inner))
     assert found["taps"] is None and found["likely_taps"] == [[3, 5, 7], [2, 4, 6]]

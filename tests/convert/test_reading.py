@@ -340,6 +340,19 @@ def test_rope_scaling_is_read_in_both_styles(tmp_path: Path, tiny_draft, layout:
         np.testing.assert_array_equal(got, reference)
 
 
+def test_rope_of_each_layer_type(tmp_path: Path, tiny_draft) -> None:
+    """speculators would take the sliding layers' rotation for all; only equal ones mean the same everywhere."""
+    one, other = ({"rope_type": "default", "rope_theta": theta} for theta in (500000.0, 10000.0))
+    layer = {**CONFIGS["speculators"]["transformer_layer_config"]}
+    del layer["rope_theta"]
+    equal = {**layer, "rope_parameters": {"full_attention": one, "sliding_attention": one}}
+    loaded = e3.load_draft(write(tmp_path / "a", tiny_draft, "speculators", transformer_layer_config=equal))
+    assert loaded.config.decoder.rope.theta == 500000.0
+    differing = {**layer, "rope_parameters": {"full_attention": one, "sliding_attention": other}}
+    with pytest.raises(e3.UserError, match="differ by layer type"):
+        e3.load_draft(write(tmp_path / "b", tiny_draft, "speculators", transformer_layer_config=differing))
+
+
 # --- vocabulary maps and missing parts [10, 12, 15 of spec 8, 44, 51, 52, 53]
 
 
