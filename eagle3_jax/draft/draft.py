@@ -145,11 +145,22 @@ def load_draft(path: str | Path, dtype: str | None = None, taps=None, target: Ta
     at once. Every tensor must be used and every shape agree; the verifier's path is never resolved.
     """
     place = resolve(path)
-    where = str(place)
-    raw = read_json(place / "config.json")
-    config = draft_config_from_speculators(raw, str(place / "config.json"), None if taps is None else TapSet(taps))
+    raw, tensors = read_json(place / "config.json"), dict(read_tensors(safetensors_files(place)))
+    draft = draft_from_tensors(raw, tensors, str(place), dtype, None if taps is None else TapSet(taps))
+    return draft if target is None else draft.bind(target)
+
+
+def draft_from_tensors(
+    raw: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    where: str,
+    dtype: str | None = None,
+    taps: TapSet | None = None,
+) -> Draft:
+    """A draft from the content of a speculators folder: its config.json and its tensors by name. See `load_draft`."""
+    config = draft_config_from_speculators(raw, f"{where}/config.json", taps)
+    tensors = dict(tensors)
     graph, shapes = draft_graph(config)
-    tensors = dict(read_tensors(safetensors_files(place)))
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
     d2t = _vocabulary_map(config, offsets, mask, where)
     _check_fc(config, tensors, where)
@@ -157,8 +168,7 @@ def load_draft(path: str | Path, dtype: str | None = None, taps=None, target: Ta
         shapes.pop(EMBEDDING)
     params = fill(shapes, tensors.items(), None if dtype is None else jnp.dtype(dtype), where)
     facts = {**(raw.get("eagle3_jax") or {}), "verifier": (raw.get("speculators_config") or {}).get("verifier") or {}}
-    draft = Draft(config, graph, params, d2t, facts)
-    return draft if target is None else draft.bind(target)
+    return Draft(config, graph, params, d2t, facts)
 
 
 def _vocabulary_map(config: DraftConfig, offsets, mask, where: str) -> np.ndarray:
