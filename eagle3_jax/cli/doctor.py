@@ -14,9 +14,7 @@ def doctor_command(
     draft: Annotated[str, typer.Option(help="Draft folder or hub name.")],
     data: Annotated[Path, typer.Option(help="JSONL file: conversations, or rows of input_ids and loss_mask.")],
     fix: Annotated[Path | None, typer.Option(help="Write the corrected draft to this folder.")] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Measure on about so many tokens from the start of the data.")
-    ] = 4096,
+    tokens: Annotated[int, typer.Option(min=1, help="Measure on about so many tokens from the data's start.")] = 4096,
     dtype: DTypeOption = "bfloat16",
     json_file: JsonOption = None,
 ) -> None:

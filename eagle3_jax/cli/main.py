@@ -1,7 +1,7 @@
 """Entry point of `eagle3`: puts the commands together and turns errors into exit codes.
 
-0 = done, 1 = `doctor` found a fault, 2 = bad input (one line on stderr), 130 = interrupted; a bug shows its traceback. Command modules import jax
-and transformers inside their functions, so that help and usage errors come at once.
+0 = done, 1 = `doctor` found a fault, 2 = bad input (one line on stderr), 130 = interrupted; a bug shows its traceback.
+Command modules import jax and transformers inside their functions, so that help and usage errors come at once.
 """
 
 import os

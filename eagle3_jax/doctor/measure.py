@@ -28,7 +28,7 @@ _PIECE = 16  # slots
 _FLOOR = -15.0  # nats: what a choice outside the draft vocabulary, or a hopeless one, costs at most
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measured:
     """One wiring on all slots measured. right: bool [S, n], all tokens up to that depth right; counted: bool [S, n].
 
@@ -115,8 +115,8 @@ class Measurer:
         return found
 
     def _network(self, config: DraftConfig) -> tuple[Graph, Params]:
-        # All taps share one network, which calls them by the taps the draft declares.
-        config = dataclasses.replace(config, taps=self.stored.config.taps)
+        # One network for all choices of taps: its own "taps" are the places 0, 1, ... in fc that `rows` fills.
+        config = dataclasses.replace(config, taps=TapSet(range(len(config.taps))))
         if config not in self.networks:
             graph, _ = draft_graph(config)
             self.networks[config] = graph, norm_weights(self.stored, config)
@@ -151,8 +151,8 @@ def _draft_steps(
 ) -> tuple[Bool[Array, "readings teachers S B slots"], Float[Array, "readings teachers B slots"]]:
     """Hits of each step, and the log likelihood of the teacher's choice at the first, for every reading and teacher."""
     model = graph.merge(params)
-    chosen: TapSet = model.config.taps
-    taps = Taps([states.stack[rows[i]].astype(model.fc.weight[...].dtype) for i in range(len(chosen))], chosen)
+    places: TapSet = model.config.taps
+    taps = Taps([states.stack[rows[i]].astype(model.fc.weight[...].dtype) for i in places], places)
     positions = document_positions(batch.document_ids)
     logits, _ = ttt_forward(model, taps, batch.ids, positions, batch.document_ids, steps)
 

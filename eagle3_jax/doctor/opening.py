@@ -51,16 +51,16 @@ def open_draft(path: str | Path, target: Target) -> Opened:
         tensors = dict(read_tensors(safetensors_files(place)))
         flags = {flag: bool(raw.get(flag, False)) for flag in FLAGS}
         offsets, member = tensors.get("d2t"), tensors.get("t2d")
-        faults = _mend_taps(raw, target)
-        faults += _mend_norms(raw, tensors, raw.get("target_hidden_size") or target.config.hidden_size)
-        faults += _mend_map(raw, tensors, target.config.vocab_size)
-        if not faults:
-            raise
         try:
+            faults = _mend_taps(raw, target)
+            faults += _mend_norms(raw, tensors, raw.get("target_hidden_size") or target.config.hidden_size)
+            faults += _mend_map(raw, tensors, target.config.vocab_size)
             stored = draft_from_tensors(raw, tensors, str(place))
             declared = dataclasses.replace(stored.config, **flags)
         except (UserError, WiringError):
             raise refusal from None
+        if not faults:
+            raise
         return _opened(stored, declared, offsets, member, faults, place)
 
 
@@ -105,11 +105,13 @@ def _mend_taps(raw: dict[str, Any], target: Target) -> list[str]:
     key = "eagle_aux_hidden_state_layer_ids"
     stated, block = raw.get(key), raw.get("eagle3_jax") or {}
     own = block.get("taps")
+    if block.get("taps_convention", "block-input") != "block-input":
+        return []
     raw["eagle3_jax"] = {k: v for k, v in block.items() if k not in ("taps", "taps_convention")}
     if stated is not None and own is not None and stated != own:
         return [f"config.json states two tap lists: {key} {stated} and eagle3_jax.taps {own}"]
     if stated is None and own is None:
-        raw[key] = list(paper_taps(target.num_layers))
+        raw[key] = list(paper_taps(target.num_layers))  # for shallow targets there are none: a UserError
         return [f"config.json names no taps ({key}); servers then assume {raw[key]}"]
     raw[key] = own if stated is None else stated
     return []
@@ -122,6 +124,8 @@ def _mend_norms(raw: dict[str, Any], tensors: dict[str, np.ndarray], hidden: int
     weights = {"norm_before_fc": {"input_norm.weight": taps * hidden}}
     weights["fc_norm"] = {f"fc_norm.{i}.weight": hidden for i in range(taps)}
     there = [flag for flag, sizes in weights.items() if all(name in tensors for name in sizes)]
+    if "fc.weight" not in tensors:
+        return []
     for flag, sizes in weights.items():
         if flag in there and not raw.get(flag):
             faults.append(f"{flag} is off in config.json, yet the file holds its weights ({next(iter(sizes))})")

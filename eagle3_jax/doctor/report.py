@@ -25,15 +25,14 @@ def verdict(diagnosis: Diagnosis, num_layers: int) -> str:
     """One sentence."""
     declared, best = diagnosis.declared, diagnosis.best
     own = declared.wiring.taps_in_words(num_layers)
-    tried = len(diagnosis.screened) + len(diagnosis.finalists)
     if status(diagnosis) == "best":
-        return f"the declared wiring {own} is the best of {tried}: {_percent(declared)}, {_tokens(declared)}"
+        return f"the declared wiring {own} is the best of {diagnosis.tried}: {_percent(declared)}, {_tokens(declared)}"
     if status(diagnosis) == "undecided":
         other = diagnosis.contenders[0]
         return (
-            f"undecided: {other.wiring.words(declared.wiring, num_layers)} measures {_percent(other)}, {_tokens(other)} "
-            f"against {_percent(declared)}, {_tokens(declared)} as declared, which is within the noise; the declared "
-            f"wiring {own} stands"
+            f"undecided: {other.wiring.words(declared.wiring, num_layers)} measures {_percent(other)}, "
+            f"{_tokens(other)} against {_percent(declared)}, {_tokens(declared)} as declared, which is within the "
+            f"noise; the declared wiring {own} stands"
         )
     said = (
         f"trained with {best.wiring.words(declared.wiring, num_layers)}, "

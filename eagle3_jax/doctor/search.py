@@ -25,9 +25,9 @@ SIGNIFICANT = 3.0  # standard errors: some hundred wirings are compared
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """declared and best: measured at depth 4 on all tokens, as are the finalists (ranked); screened: the rest, at depth
-    1 on few tokens (ranked). contenders: not told apart from the best. own: share of the data's answer tokens that are
-    the target's own choice.
+    """declared and best: measured at depth 4 on all tokens, as are the finalists (ranked, one reading a network);
+    screened: other networks, at depth 1 on few tokens (ranked). contenders: not told apart from the best. tried: number
+    of wirings, all readings counted. own: share of the data's answer tokens that are the target's own choice.
     """
 
     declared: Measured
@@ -35,6 +35,7 @@ class Diagnosis:
     finalists: list[Measured]
     screened: list[Measured]
     contenders: list[Measured]
+    tried: int
     own: float
 
     @property
@@ -62,9 +63,12 @@ def diagnose(
     measured = measurer.measure(networks, states, parts)
     declared = next(m for m in measured if m.wiring == opened.declared)
     best, contenders = _decide(declared, measured)
-    finalists = _best_readings(measured, opened.declared, keep=(declared, best))
-    rest = [m for m in screened if m.wiring not in {m.wiring for m in measured}]
-    return Diagnosis(declared, best, finalists, rest, contenders, own_answers(states, parts))
+    finalists = _one_reading_each(measured, opened.declared, lambda m: m.tokens, (declared, best))
+    final = {m.wiring for m in measured}
+    rest = [m for m in screened if m.wiring not in final]
+    others = _one_reading_each(rest, opened.declared, lambda m: m.log_likelihood)
+    tried = len(measured) + len(rest)
+    return Diagnosis(declared, best, finalists, others, contenders, tried, own_answers(states, parts))
 
 
 def _screen(
@@ -117,11 +121,12 @@ def _decide(declared: Measured, measured: list[Measured]) -> tuple[Measured, lis
     return best, sorted((m for m in level if m is not best), key=lambda m: -m.tokens)
 
 
-def _best_readings(measured: list[Measured], declared: Wiring, keep: tuple[Measured, ...]) -> list[Measured]:
+def _one_reading_each(
+    measured: list[Measured], declared: Wiring, score: Callable[[Measured], float], keep: tuple[Measured, ...] = ()
+) -> list[Measured]:
     """One row a network, with the reading of d2t and the teacher that suit it best, and those to keep; best first."""
-    rows = {id(m): m for m in keep}
-    for network in dict.fromkeys(_network_only(m.wiring, declared) for m in measured):
-        own = [m for m in measured if _network_only(m.wiring, declared) == network]
-        row = max(own, key=lambda m: (m.tokens, -len(m.wiring.changes(declared))))
-        rows[id(row)] = row
-    return sorted(rows.values(), key=lambda m: -m.tokens)
+    best: dict[Wiring, Measured] = {}
+    for m in sorted(measured, key=lambda m: (-score(m), len(m.wiring.changes(declared)))):
+        best.setdefault(_network_only(m.wiring, declared), m)
+    kept = [m for m in keep if m not in best.values()]
+    return sorted([*best.values(), *kept], key=score, reverse=True)
