@@ -18,13 +18,14 @@ from eagle3_jax.doctor.wiring import MAPS, TEACHERS, Wiring
 from eagle3_jax.draft.config import DraftConfig
 from eagle3_jax.draft.draft import Draft, draft_graph
 from eagle3_jax.draft.ttt import document_positions, shift, ttt_forward
+from eagle3_jax.models.rope import RopeConfig
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import Taps, TapSet
 from eagle3_jax.training.loss import supervised
 from eagle3_jax.training.step import Batch
 
 DEPTH = 4
-_PIECE = 16  # slots
+_PIECE = 16  # slots, and the fewest clusters
 _FLOOR = -15.0  # nats: what a choice outside the draft vocabulary, or a hopeless one, costs at most
 
 
@@ -84,43 +85,75 @@ class Measurer:
         params = jax.tree.map(lambda p: p.astype(dtype), stored.params)
         self.stored = dataclasses.replace(stored, params=params)
         self.names = [name for name in MAPS if name in maps]
-        self.maps = jnp.asarray(np.stack([maps[name] for name in self.names]))
-        self.inverse = jnp.asarray(np.stack([_inverse(maps[name], vocab_size) for name in self.names]))
+        unused = np.full(stored.config.draft_vocab_size, -1, np.int32)  # one shape however many readings there are
+        every = [maps[name] for name in self.names] + [unused] * (len(MAPS) - len(self.names))
+        self.maps = jnp.asarray(np.stack(every))
+        self.inverse = jnp.asarray(np.stack([_inverse(absolute, vocab_size) for absolute in every]))
         self.networks: dict[DraftConfig, tuple[Graph, Params]] = {}
 
-    def measure(
-        self, wirings: list[Wiring], states: list[States], parts: list[Batch], steps: int = DEPTH
-    ) -> list[Measured]:
+    def measure(self, wirings: list[Wiring], states: list[States], parts: list[Batch], steps: int) -> list[Measured]:
         """Each wiring together with all readings of d2t and all teachers: they cost nothing more.
 
         wirings differ in taps or network; their own reading and teacher are ignored.
         """
         slots = _slots(parts, steps)
-        found = []
-        for wiring in wirings:
-            graph, params = self._network(wiring.config)
-            last = states[0].stack.shape[0] - 1
-            rows = jnp.asarray([last if wiring.last_normed and p == last - 1 else p for p in wiring.taps])
-            outcomes = [
-                _draft_steps(graph, steps, params, self.maps, self.inverse, state, batch, rows)
-                for state, batch in zip(states, parts, strict=True)
-            ]
-            hits = np.concatenate([_flat(np.asarray(o[0]), b) for o, b in zip(outcomes, parts, strict=True)], axis=-1)
-            logs = np.concatenate([_flat(np.asarray(o[1]), b) for o, b in zip(outcomes, parts, strict=True)], axis=-1)
-            for i, d2t in enumerate(self.names):
-                for k, teacher in enumerate(TEACHERS):
-                    own = dataclasses.replace(wiring, d2t=d2t, teacher=teacher)
-                    right = np.cumprod(hits[i, k] & slots.counted, axis=0).astype(bool)
-                    found.append(Measured(own, right, slots.counted, slots.cluster, float(logs[i, k].mean())))
-        return found
+        return [m for wiring in wirings for m in self._readings(wiring, states, parts, slots, steps)]
 
-    def _network(self, config: DraftConfig) -> tuple[Graph, Params]:
-        # One network for all choices of taps: its own "taps" are the places 0, 1, ... in fc that `rows` fills.
-        config = dataclasses.replace(config, taps=TapSet(range(len(config.taps))))
+    def _readings(
+        self, wiring: Wiring, states: list[States], parts: list[Batch], slots: "_Slots", steps: int
+    ) -> list[Measured]:
+        graph, params = self._network(wiring.config, steps)
+        theta = jnp.float32(wiring.config.decoder.rope.theta)
+        last = states[0].stack.shape[0] - 1
+        rows = jnp.asarray([last if wiring.last_normed and p == last - 1 else p for p in wiring.taps])
+        outcomes = [
+            _draft_steps(graph, steps, params, theta, self.maps, self.inverse, state, batch, rows)
+            for state, batch in zip(states, parts, strict=True)
+        ]
+        hits, logs = (
+            np.concatenate([np.asarray(o[i])[..., c] for o, c in zip(outcomes, slots.chosen, strict=True)], axis=-1)
+            for i in (0, 1)
+        )
+        right = np.logical_and.accumulate(hits & slots.counted, axis=2)
+        likelihood = logs.mean(axis=-1)
+        return [
+            Measured(
+                dataclasses.replace(wiring, d2t=d2t, teacher=teacher),
+                right[i, k],
+                slots.counted,
+                slots.cluster,
+                float(likelihood[i, k]),
+            )
+            for i, d2t in enumerate(self.names)
+            for k, teacher in enumerate(TEACHERS)
+        ]
+
+    def _network(self, config: DraftConfig, steps: int) -> tuple[Graph, Params]:
+        """One network, compiled once, for all taps, and for all thetas where theta is a mere number.
+
+        Its own "taps" are the places 0, 1, ... in fc that `rows` fills; one step does not see what is fed back.
+        """
+        rope, taps = config.decoder.rope, TapSet(range(len(config.taps)))
+        if _theta_is_a_number(rope):
+            rope = dataclasses.replace(rope, theta=0.0)
+        decoder = dataclasses.replace(config.decoder, rope=rope)
+        fed_back = config.norm_output and steps > 1
+        config = dataclasses.replace(config, taps=taps, decoder=decoder, norm_output=fed_back)
         if config not in self.networks:
             graph, _ = draft_graph(config)
             self.networks[config] = graph, norm_weights(self.stored, config)
         return self.networks[config]
+
+
+@dataclass(frozen=True)
+class _TracedRope(RopeConfig):
+    """A rotation whose theta is an array, inside a trace."""
+
+    theta: Float[Array, ""]
+
+
+def _theta_is_a_number(rope: RopeConfig) -> bool:
+    return rope.kind != "yarn"  # whose range of dimensions follows from theta while tracing
 
 
 def norm_weights(stored: Draft, config: DraftConfig) -> Params:
@@ -143,6 +176,7 @@ def _draft_steps(
     graph: Graph,
     steps: int,
     params: Params,
+    theta: Float[Array, ""],
     maps: Int[Array, "readings Vd"],
     inverse: Int[Array, "readings V"],
     states: States,
@@ -151,6 +185,10 @@ def _draft_steps(
 ) -> tuple[Bool[Array, "readings teachers S B slots"], Float[Array, "readings teachers B slots"]]:
     """Hits of each step, and the log likelihood of the teacher's choice at the first, for every reading and teacher."""
     model = graph.merge(params)
+    decoder = model.config.decoder
+    if _theta_is_a_number(decoder.rope):
+        rope = _TracedRope(**{**vars(decoder.rope), "theta": theta})
+        model.config = dataclasses.replace(model.config, decoder=dataclasses.replace(decoder, rope=rope))
     places: TapSet = model.config.taps
     taps = Taps([states.stack[rows[i]].astype(model.fc.weight[...].dtype) for i in places], places)
     positions = document_positions(batch.document_ids)
@@ -174,33 +212,30 @@ def _draft_steps(
 
 @dataclass(frozen=True)
 class _Slots:
-    counted: np.ndarray  # bool [S, n]
-    cluster: np.ndarray  # int [n]
+    """chosen: bool [B, slots] a batch, those supervised at depth 1, n in all. counted: bool [S, n], whether a slot
+    counts at each depth. cluster: int [n]: documents, or pieces of 16 slots where there are fewer than 16 documents.
+    """
+
+    chosen: list[np.ndarray]
+    counted: np.ndarray
+    cluster: np.ndarray
 
 
 def _slots(parts: list[Batch], steps: int) -> _Slots:
-    """Slots supervised at depth 1, those that count at each depth, and their clusters.
-
-    Clusters are documents, or pieces of 16 slots where there are fewer than 16 documents.
-    """
-    counted, documents = [], []
+    chosen, counted, documents = [], [], []
     for number, batch in enumerate(parts):
         loss_mask, document_ids = jnp.asarray(batch.loss_mask), jnp.asarray(batch.document_ids)
         masks = np.stack([np.asarray(supervised(loss_mask, document_ids, step)) for step in range(steps)])
-        counted.append(_flat(np.cumprod(masks, axis=0).astype(bool), batch))
+        masks = np.logical_and.accumulate(masks, axis=0)
         rows, length = batch.ids.shape
         first = (number * rows + np.arange(rows)) * length
-        documents.append(_flat(first[:, None] + np.asarray(batch.document_ids)[:, :-1], batch))
-    document = np.unique(np.concatenate(documents), return_inverse=True)[1]
-    if document.max(initial=0) < 15:
-        document = np.arange(len(document)) // _PIECE
-    return _Slots(np.concatenate(counted, axis=-1), document)
-
-
-def _flat(values: np.ndarray, batch: Batch) -> np.ndarray:
-    """[..., B, slots] -> [..., n], the slots supervised at depth 1."""
-    chosen = np.asarray(supervised(jnp.asarray(batch.loss_mask), jnp.asarray(batch.document_ids), 0))
-    return values[..., chosen]
+        chosen.append(masks[0])
+        counted.append(masks[:, masks[0]])
+        documents.append((first[:, None] + np.asarray(batch.document_ids)[:, :-1])[masks[0]])
+    cluster = np.unique(np.concatenate(documents), return_inverse=True)[1]
+    if cluster.max(initial=0) < _PIECE - 1:
+        cluster = np.arange(len(cluster)) // _PIECE
+    return _Slots(chosen, np.concatenate(counted, axis=-1), cluster)
 
 
 def _inverse(absolute: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -50,6 +50,7 @@ def diagnose(
     tokens: int,
     dtype,
     say: Callable[[str], None] = lambda line: None,
+    depth: int = DEPTH,
 ) -> Diagnosis:
     """Measures the draft under every plausible wiring on about `tokens` tokens of documents (ids, loss mask)."""
     packed = pack_rows(select_documents(documents, tokens))
@@ -59,8 +60,8 @@ def diagnose(
     measurer = Measurer(opened.stored.bind(target), opened.maps, target.config.vocab_size, dtype)
     screened = _screen(target, opened, measurer, states[:1], parts[:1], say)
     networks = _finalists(opened.declared, screened)
-    say(f"{len(screened)} wirings screened; measuring the best {len(networks)} networks to depth {DEPTH}")
-    measured = measurer.measure(networks, states, parts)
+    say(f"{len(screened)} wirings screened; measuring the best {len(networks)} networks to depth {depth}")
+    measured = measurer.measure(networks, states, parts, depth)
     declared = next(m for m in measured if m.wiring == opened.declared)
     best, contenders = _decide(declared, measured)
     finalists = _one_reading_each(measured, opened.declared, lambda m: m.tokens, (declared, best))

@@ -80,7 +80,7 @@ def norms_joined(folder: Path) -> None:
 
 def only_the_servers_taps(folder: Path) -> None:
     def change(raw):
-        raw["eagle_aux_hidden_state_layer_ids"] = [2, 5, 7]
+        raw["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
 
     edit(folder, change)
 
@@ -93,34 +93,31 @@ def no_taps(folder: Path) -> None:
 
 
 FAULTS = {
-    "the founding story": ("good", _taps(2, 5, 7)),
-    "ids one too high": ("good", _taps(1, 3, 6)),
-    "ids one too low, the embedding kept": ("good", _taps(0, 1, 4)),
-    "order": ("good", _taps(5, 2, 0)),
-    "embedding out": ("good", _taps(1, 2, 5)),
-    "last layer in": ("good", _taps(0, 2, 8)),
-    "norm_before_residual": ("good", _flag(norm_before_residual=True)),
-    "norm_output": ("good", _flag(norm_output=True)),
-    "rope theta": ("good", _theta(10000.0)),
-    "order and residual": ("good", _both(_taps(2, 0, 5), _flag(norm_before_residual=True))),
-    "d2t of absolute ids": ("good", absolute_map),
-    "d2t lost": ("good", lost_map),
-    "arange subtracted twice": ("good", twice_subtracted_map),
-    "two statements of taps": ("good", only_the_servers_taps),
-    "no statement of taps": ("good", no_taps),
-    "norm_before_residual off": ("modern", _flag(norm_before_residual=False)),
-    "norm_output off": ("modern", _flag(norm_output=False)),
-    "fc_norm not carried over": ("modern", _flag(fc_norm=False)),
-    "norms before fc joined": ("modern", norms_joined),
+    "the founding story": _taps(2, 4, 6),
+    "ids one too high": _taps(1, 3, 5),
+    "ids one too low, the embedding kept": _taps(0, 1, 3),
+    "order": _taps(4, 2, 0),
+    "embedding out": _taps(1, 2, 4),
+    "last layer in": _taps(0, 2, LAYERS),
+    "norm_before_residual": _flag(norm_before_residual=True),
+    "norm_output": _flag(norm_output=True),
+    "rope theta": _theta(10000.0),
+    "order and residual": _both(_taps(2, 0, 4), _flag(norm_before_residual=True)),
+    "d2t of absolute ids": absolute_map,
+    "d2t lost": lost_map,
+    "arange subtracted twice": twice_subtracted_map,
+    "two statements of taps": only_the_servers_taps,
+    "no statement of taps": no_taps,
 }
 
+NORM_FAULTS = {"fc_norm not carried over": _flag(fc_norm=False), "norms before fc joined": norms_joined}
 
-@pytest.mark.parametrize("fault", FAULTS)
+
+@pytest.mark.parametrize("fault", [*FAULTS, *NORM_FAULTS])
 def test_a_planted_fault_is_found_and_repaired(world, doctor, drafts, tmp_path, fault):
-    name, plant = FAULTS[fault]
-    good = drafts[name]
+    good = drafts["normed" if fault in NORM_FAULTS else "good"]
     e3.save_draft(good, tmp_path / "ill", speculative_tokens=5)
-    plant(tmp_path / "ill")
+    (FAULTS | NORM_FAULTS)[fault](tmp_path / "ill")
     opened = open_draft(tmp_path / "ill", world.target)
     diagnosis = doctor(opened)
     best, declared = diagnosis.best, diagnosis.declared
@@ -129,6 +126,13 @@ def test_a_planted_fault_is_found_and_repaired(world, doctor, drafts, tmp_path, 
     if best is not declared:
         assert status(diagnosis) == "wrong" and best.above(declared) > 3 and best.tokens > declared.tokens
     assert best is not declared or opened.faults  # otherwise nothing was planted
+    if fault == "the founding story":
+        low, high = (f"{100 * m.accuracy[0]:.0f} %" for m in (declared, best))
+        assert verdict(diagnosis, LAYERS) == (
+            "trained with [embedding, block 2 input, block 4 input], "
+            f"served with [block 2 input, block 4 input, block 6 input]: {low} -> {high}"
+        )
+        assert best.accuracy[0] > declared.accuracy[0] + 0.15
     assert repairable(best.wiring, opened)
     write_fix(opened, best.wiring, tmp_path / "fixed")
     fixed = e3.load_draft(tmp_path / "fixed")
@@ -140,26 +144,13 @@ def test_a_planted_fault_is_found_and_repaired(world, doctor, drafts, tmp_path, 
     assert raw["eagle3_jax"]["doctor"]["changed"] == best.wiring.changes(declared.wiring)
 
 
-@pytest.mark.parametrize("name", ["good", "modern"])
-def test_a_healthy_draft_is_left_alone(world, doctor, drafts, tmp_path, name):
-    e3.save_draft(drafts[name], tmp_path / "draft")
+def test_a_healthy_draft_is_left_alone(world, doctor, drafts, tmp_path):
+    e3.save_draft(drafts["good"], tmp_path / "draft")
     opened = open_draft(tmp_path / "draft", world.target)
     diagnosis = doctor(opened)
     assert diagnosis.healthy and status(diagnosis) == "best" and not repairable(diagnosis.best.wiring, opened)
     assert diagnosis.finalists[0] is diagnosis.declared and not opened.faults
     assert "the declared wiring" in verdict(diagnosis, LAYERS) and remarks(diagnosis, LAYERS) == []
-
-
-def test_the_story_in_one_sentence(world, doctor, drafts, tmp_path):
-    e3.save_draft(drafts["good"], tmp_path / "draft")
-    _taps(2, 5, 7)(tmp_path / "draft")
-    diagnosis = doctor(open_draft(tmp_path / "draft", world.target))
-    low, high = (100 * m.accuracy[0] for m in (diagnosis.declared, diagnosis.best))
-    assert verdict(diagnosis, LAYERS) == (
-        "trained with [embedding, block 2 input, block 5 input], "
-        f"served with [block 2 input, block 5 input, block 7 input]: {low:.0f} % -> {high:.0f} %"
-    )
-    assert high > low + 15
 
 
 def test_a_teacher_without_the_final_norm_is_told_and_not_repaired(world, doctor, drafts, tmp_path):
