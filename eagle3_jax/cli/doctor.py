@@ -39,7 +39,7 @@ def doctor_command(
     if (warning := binding_warning(opened.stored, loaded)) is not None:
         note(warning)
     documents = read_documents(str(data), loaded)
-    diagnosis = diagnose(loaded, opened, documents.items, tokens, dtype, note)
+    diagnosis = diagnose(loaded, opened, documents.items, tokens, note)
     layers, best = loaded.num_layers, diagnosis.best.wiring
     print("\n".join(table(diagnosis, layers)), end="\n\n")
     for line in [*opened.faults, *remarks(diagnosis, layers)]:

@@ -79,10 +79,12 @@ class Measured:
 
 
 class Measurer:
-    """Measures wirings of one draft on batches whose target states are known."""
+    """Measures wirings of one draft on batches whose target states are known, in float32 whatever the draft's dtype:
+    many processors have no fast bf16, and the draft is small.
+    """
 
-    def __init__(self, stored: Draft, maps: dict[str, np.ndarray], vocab_size: int, dtype):
-        params = jax.tree.map(lambda p: p.astype(dtype), stored.params)
+    def __init__(self, stored: Draft, maps: dict[str, np.ndarray], vocab_size: int):
+        params = jax.tree.map(lambda p: p.astype(jnp.float32), stored.params)
         self.stored = dataclasses.replace(stored, params=params)
         self.names = [name for name in MAPS if name in maps]
         unused = np.full(stored.config.draft_vocab_size, -1, np.int32)  # one shape however many readings there are

@@ -119,13 +119,13 @@ def _mend_taps(raw: dict[str, Any], target: Target) -> list[str]:
 
 def _mend_norms(raw: dict[str, Any], tensors: dict[str, np.ndarray], hidden: int) -> list[str]:
     """Sets the flags of the norms before fc to what the tensors say; the declared wiring keeps what the config says."""
-    faults = []
-    taps = len(raw["eagle_aux_hidden_state_layer_ids"])
+    stated = raw.get("eagle_aux_hidden_state_layer_ids")
+    if not isinstance(stated, list) or "fc.weight" not in tensors:
+        return []
+    faults, taps = [], len(stated)
     weights = {"norm_before_fc": {"input_norm.weight": taps * hidden}}
     weights["fc_norm"] = {f"fc_norm.{i}.weight": hidden for i in range(taps)}
     there = [flag for flag, sizes in weights.items() if all(name in tensors for name in sizes)]
-    if "fc.weight" not in tensors:
-        return []
     for flag, sizes in weights.items():
         if flag in there and not raw.get(flag):
             faults.append(f"{flag} is off in config.json, yet the file holds its weights ({next(iter(sizes))})")

@@ -48,7 +48,6 @@ def diagnose(
     opened: Opened,
     documents: list[Document],
     tokens: int,
-    dtype,
     say: Callable[[str], None] = lambda line: None,
     depth: int = DEPTH,
 ) -> Diagnosis:
@@ -57,7 +56,7 @@ def diagnose(
     parts = list(batches(packed, SCREEN_TOKENS))
     say(f"target states of {packed.report.supervised_tokens} answer tokens in {len(parts)} batches")
     states = [target_states(target, part) for part in parts]
-    measurer = Measurer(opened.stored.bind(target), opened.maps, target.config.vocab_size, dtype)
+    measurer = Measurer(opened.stored.bind(target), opened.maps, target.config.vocab_size)
     screened = _screen(target, opened, measurer, states[:1], parts[:1], say)
     networks = _finalists(opened.declared, screened)
     say(f"{len(screened)} wirings screened; measuring the best {len(networks)} networks to depth {depth}")

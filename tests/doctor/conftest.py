@@ -120,4 +120,4 @@ def drafts(world: World) -> dict[str, Draft]:
 @pytest.fixture(scope="session")
 def doctor(world: World):
     """Diagnoses an opened draft on all documents, to depth 2: half the compilation of depth 4."""
-    return lambda opened: diagnose(world.target, opened, world.documents, 4096, "float32", depth=2)
+    return lambda opened: diagnose(world.target, opened, world.documents, 4096, depth=2)

@@ -13,6 +13,7 @@ from eagle3_jax.doctor.fix import repairable, write_fix
 from eagle3_jax.doctor.opening import open_draft
 from eagle3_jax.doctor.report import remarks, status, verdict
 from eagle3_jax.models.weights import flatten
+from eagle3_jax.training.evaluate import simulate
 from tests.doctor.conftest import LAYERS, TAPS
 
 
@@ -182,3 +183,12 @@ def test_what_is_no_fault_of_wiring_is_refused_as_by_the_loader(world, drafts, t
     no_taps(tmp_path / "draft")  # with a second fault that can be mended, the first still stands
     with pytest.raises(e3.WiringError, match="does not say which target layers"):
         open_draft(tmp_path / "draft", world.target)
+
+
+def test_accuracy_is_the_full_acceptance_of_training(world, drafts, doctor, tmp_path):
+    e3.save_draft(drafts["good"], tmp_path / "draft")
+    measured = doctor(open_draft(tmp_path / "draft", world.target)).declared
+    length = len(world.documents[0][0])
+    summary = simulate(world.target, drafts["good"], world.documents, 2, length, len(world.documents)).summary()
+    assert np.allclose(measured.accuracy, summary["full_acceptance"], atol=1e-5)
+    assert measured.tokens == pytest.approx(summary["slot_tau"], abs=1e-5)
