@@ -1,7 +1,7 @@
 """Entry point of `eagle3`: puts the commands together and turns errors into exit codes.
 
-0 = done, 2 = bad input (one line on stderr), 130 = interrupted; a bug shows its traceback. Command modules import jax
-and transformers inside their functions, so that help and usage errors come at once.
+0 = done, 1 = `doctor` found a fault, 2 = bad input (one line on stderr), 130 = interrupted; a bug shows its traceback.
+Command modules import jax and transformers inside their functions, so that help and usage errors come at once.
 """
 
 import os
@@ -13,6 +13,7 @@ from eagle3_jax.cli.bench import bench_command
 from eagle3_jax.cli.convert import convert_command, inspect_command
 from eagle3_jax.cli.data import data_app
 from eagle3_jax.cli.demo import demo_command
+from eagle3_jax.cli.doctor import doctor_command
 from eagle3_jax.cli.generate import generate_command
 from eagle3_jax.cli.train import train_command
 from eagle3_jax.errors import UserError
@@ -24,6 +25,7 @@ app.command("convert")(convert_command)
 app.command("inspect")(inspect_command)
 app.command("demo")(demo_command)
 app.command("train")(train_command)
+app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")
 
 

@@ -174,6 +174,18 @@ def read_checkpoint(
 ) -> Checkpoint:
     """A draft folder's content in canonical form. convention, num_layers: see `taps.resolve_taps`."""
     raw, stored = read_folder(place)
+    return checkpoint_of(raw, stored, place, taps, convention, num_layers)
+
+
+def checkpoint_of(
+    raw: dict[str, Any],
+    stored: Tensors,
+    place: Path,
+    taps: TapSet | None = None,
+    convention: str | None = None,
+    num_layers: int | None = None,
+) -> Checkpoint:
+    """A draft's config.json and tensors, by their stored names, in canonical form. place: for messages."""
     where = str(place / "config.json")
     if "speculators_model_type" not in raw and "transformer_layer_config" not in raw:
         from convert.detect import read_foreign  # not needed for our own layout

@@ -1,0 +1,110 @@
+"""The parts of the doctor: statistics that do not decide from noise, candidates, vocabulary readings, serving lines."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from eagle3_jax.doctor.candidates import tap_candidates
+from eagle3_jax.doctor.measure import Measured
+from eagle3_jax.doctor.opening import readings
+from eagle3_jax.doctor.report import serving_lines
+from eagle3_jax.doctor.search import SIGNIFICANT, _decide
+from eagle3_jax.doctor.wiring import Wiring, with_config
+from eagle3_jax.draft.config import DraftConfig
+from eagle3_jax.models.config import decoder_config
+from eagle3_jax.taps import TapSet
+from tests.tiny import target_config
+
+
+def wiring(*taps: int, **flags: bool) -> Wiring:
+    return Wiring(DraftConfig(decoder_config(target_config()), TapSet(taps), 128, 64, **flags))
+
+
+def measured(right: np.ndarray, of: Wiring, slots_a_document: int = 20) -> Measured:
+    cluster = np.arange(right.shape[-1]) // slots_a_document
+    return Measured(of, right, np.ones_like(right), cluster, 0.0)
+
+
+def draws(seed: int, slots: int, *shares: float) -> list[np.ndarray]:
+    """Hits of independent slots, [1, slots] for each share."""
+    rng = np.random.default_rng(seed)
+    return [rng.random((1, slots)) < share for share in shares]
+
+
+def test_noise_decides_nothing_and_a_real_difference_does():
+    declared, other = wiring(2, 4, 6), wiring(0, 2, 4)
+    wrong = 0
+    for seed in range(200):
+        a, b = draws(seed, 400, 0.5, 0.5)
+        best, _ = _decide(measured(a, declared), [measured(a, declared), measured(b, other)])
+        wrong += best.wiring != declared
+    assert wrong <= 3  # one sided, three standard errors: 0.1 %
+    a, b = draws(0, 400, 0.34, 0.77)
+    pair = [measured(a, declared), measured(b, other)]
+    assert _decide(pair[0], pair)[0].wiring == other
+    few = [measured(a[:, :120], declared), measured(b[:, :120], other)]  # six documents
+    assert _decide(few[0], few)[0].wiring == declared
+    assert pair[1].above(pair[0]) > SIGNIFICANT and pair[0].above(pair[0]) == 0
+
+
+def test_whole_documents_that_go_together_count_once():
+    """Thirty documents, each right or wrong as a whole: the error is that of thirty draws, not of six hundred."""
+    whole = np.repeat(draws(1, 30, 0.5)[0], 20, axis=1)
+    single = draws(1, 600, 0.5)[0]
+    together, apart = measured(whole, wiring(2, 4, 6)), measured(single, wiring(2, 4, 6))
+    assert together.error[0] == pytest.approx(0.5 / 30**0.5, rel=0.1)
+    assert apart.error[0] == pytest.approx(0.5 / 600**0.5, rel=0.3)
+
+
+def test_of_equals_the_simplest_wins():
+    declared = wiring(2, 4, 6)
+    one = wiring(0, 2, 4)
+    two = with_config(one, norm_before_residual=True)
+    a, b = draws(0, 400, 0.3, 0.8)
+    best, contenders = _decide(measured(a, declared), [measured(b, two), measured(b, one), measured(a, declared)])
+    assert best.wiring == one and [m.wiring for m in contenders] == [two]
+
+
+@pytest.mark.parametrize(
+    ("declared", "truth"),
+    [
+        ((3, 31, 59), (0, 3, 31)),  # the founding story
+        ((0, 3, 31), (3, 31, 59)),
+        ((2, 30, 58), (3, 31, 59)),
+        ((2, 30, 58), (1, 29, 57)),
+        ((2, 30, 58), (58, 2, 30)),
+        ((2, 30, 58), (2, 30, 61)),
+        ((2, 30, 58), (0, 30, 58)),
+        ((5, 9, 11), (2, 30, 58)),
+    ],
+)
+def test_plausible_taps_are_among_the_candidates(declared, truth):
+    found = tap_candidates(wiring(*declared), 61)
+    assert wiring(*truth) in found
+    assert len(set(found)) == len(found) and all(len(w.taps) == 3 for w in found)
+    assert dataclasses.replace(wiring(*declared[:2], 61), last_normed=True) in found
+
+
+def test_readings_of_a_map():
+    absolute = np.array([3, 4, 9, 20])
+    offsets = absolute - np.arange(4)
+    member = np.isin(np.arange(30), absolute)
+    found = readings(offsets, member, 4, 30)
+    assert next(iter(found)) == "offsets" and found["offsets"].tolist() == absolute.tolist()
+    assert "t2d" not in found  # says the same
+    assert readings(absolute, member, 4, 30)["absolute"].tolist() == absolute.tolist()
+    assert readings(offsets - np.arange(4), None, 4, 30)["offsets of offsets"].tolist() == absolute.tolist()
+    assert list(readings(None, member, 4, 30)) == ["none", "t2d"]
+    assert list(readings(None, None, 30, 30)) == ["none"]
+
+
+def test_serving_lines_say_what_each_server_reads():
+    lines = "\n".join(serving_lines(wiring(2, 4, 6)))
+    assert '"eagle_aux_hidden_state_layer_ids": [2, 4, 6]' in lines  # vLLM: block inputs
+    assert 'any version, config.json: "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]' in lines
+    lines = "\n".join(serving_lines(wiring(3, 5, 7)))
+    assert "[2, 4, 6]" in lines and "since (adds one if the first id is 1), config.json" in lines
+    assert "cannot be said" in "\n".join(serving_lines(wiring(1, 4, 6)))
+    assert "the embedding has none" in "\n".join(serving_lines(wiring(0, 4, 6)))
+    assert "it has no norm_before_residual" in "\n".join(serving_lines(wiring(2, 4, 6, norm_before_residual=True)))
