@@ -13,7 +13,8 @@ import numpy as np
 
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.generate import Result, generate, parse_strategy, round_up
+from eagle3_jax.speculate.generate import Result, generate, round_up
+from eagle3_jax.speculate.strategy import parse_strategy
 
 
 @dataclass
@@ -76,7 +77,7 @@ def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:
         "tok_s": round(tally.tokens / tally.seconds, 2),
         "ms_per_token": round(1000 * tally.seconds / tally.tokens, 2),
         "tau": round(tally.tau, 4),
-        "acceptance_by_depth": tally.acceptance_by_depth(parse_strategy(strategy)),
+        "acceptance_by_depth": tally.acceptance_by_depth(parse_strategy(strategy).depth),
         "speedup_vs_plain": round((tally.tokens / tally.seconds) / (plain.tokens / plain.seconds), 4),
         "identical_to_plain": identical_share(tally, plain),
     }

@@ -36,7 +36,7 @@ def bench_command(
     from eagle3_jax.bench.measure import measure, row
     from eagle3_jax.data.template import prompt_ids
     from eagle3_jax.draft.draft import binding_warning, load_draft
-    from eagle3_jax.speculate.generate import parse_strategy
+    from eagle3_jax.speculate.strategy import parse_strategy
 
     for name in names:
         parse_strategy(name)

@@ -86,10 +86,18 @@ def cached(positions: Int[Array, "B T"]) -> Attend:
     """
 
     def attend(q, k, v, cache: KV):
-        start = positions[:, 0]
+        mask = jnp.arange(cache.k.shape[2]) <= positions[..., None]
+        return cached_where(positions[:, 0], mask)(q, k, v, cache)
+
+    return attend
+
+
+def cached_where(start: Int[Array, "B"], mask: Bool[Array, "B T S"]) -> Attend:
+    """Attention of T tokens a sequence over a cache of S entries: keys are written from entry `start` on, then token t
+    sees the entries of mask[:, t], whatever their positions (the nodes of a draft tree)."""
+
+    def attend(q, k, v, cache: KV):
         cache = KV(_write(cache.k, k, start), _write(cache.v, v, start))
-        entries = jnp.arange(cache.k.shape[2])
-        mask = entries <= positions[..., None]
         return _grouped(q, cache.k, cache.v, mask), cache
 
     return attend
