@@ -134,7 +134,6 @@ def _continuations(logits, strategy: Strategy, random: Random | None, noise, lev
 def _beams(strategy: Strategy, level: int, scores: Float[Array, "B C"] | None, batch: int) -> Int[Array, "B E"]:
     """The candidates of this level, numbered within it, that the draft reads next."""
     if strategy.is_static:
-        return jnp.broadcast_to(
-            jnp.asarray(strategy.beams[level - 1], jnp.int32), (batch, len(strategy.beams[level - 1]))
-        )
+        beams = jnp.asarray(strategy.beams[level - 1], jnp.int32)
+        return jnp.broadcast_to(beams, (batch, len(beams)))
     return jax.lax.top_k(scores, strategy.top_k)[1]

@@ -69,7 +69,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     for token, bias in (params.logit_bias or {}).items():
         if not (isinstance(token, int) and 0 <= token < vocab_size and math.isfinite(bias)):
             raise UserError(
-                f"sampling setting logit_bias {{{token}: {bias}}} / map token ids in 0..{vocab_size - 1} to finite numbers"
+                f"sampling setting logit_bias {{{token}: {bias}}} / map ids in 0..{vocab_size - 1} to finite numbers"
             )
     if outside := [t for t in params.stop_token_ids or () if not 0 <= t < vocab_size]:
         raise UserError(f"stop_token_ids: {outside[0]} is outside 0..{vocab_size - 1} / name token ids of the target")

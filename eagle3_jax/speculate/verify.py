@@ -57,17 +57,12 @@ def walk(
     alive = jnp.ones(batch, bool)
     tokens, path, drafts = [], [node], []
     for depth in range(strategy.depth + 1):
-        below = children(tree, node)
-        if greedy is not None:
-            token = at(greedy, node)
-            child = first(below & (tree.tokens == token[:, None]))
-        elif proposal is None or depth == strategy.depth:
-            token = choose(at(logits, node), length + depth + 1, sampling)
-            child = first(below & (tree.tokens == token[:, None]))
+        here, below, position = at(logits, node), children(tree, node), length + depth + 1
+        if proposal is not None and depth < strategy.depth:
+            token, child = _accept(strategy, tree, here, node, below, position, sampling, proposal)
         else:
-            token, child = _accept(
-                strategy, tree, at(logits, node), node, below, length + depth + 1, sampling, proposal
-            )
+            token = at(greedy, node) if greedy is not None else choose(here, position, sampling)
+            child = first(below & (tree.tokens == token[:, None]))
         tokens.append(token)
         sampling = observe(sampling, token, alive)
         if depth == strategy.depth:

@@ -152,7 +152,6 @@ def test_a_round_refuses_features_of_other_taps(golden_pair) -> None:
     models, weights = pair(*golden_pair)
     ids, lengths = pad_prompts([[5, 6, 7]] * 2)
     wrong = models._replace(taps=e3.TapSet([4, 2, 5]))
+    chain = parse_strategy("chain:3")
     with pytest.raises(e3.WiringError, match=r"expected \[block 2 .* got \[block 4"):
-        jax.eval_shape(
-            lambda w, i, n: prefill(wrong, 128, parse_strategy("chain:3"), w, i, n, None), weights, ids, lengths
-        )
+        jax.eval_shape(lambda w, i, n: prefill(wrong, 128, chain, w, i, n, None), weights, ids, lengths)
