@@ -62,15 +62,17 @@ def draft_tree(
     """
     y, cache = _extend(draft, known, length)
     batch, entries, total = length.shape[0], cache[0].k.shape[2], strategy.drafted_rows
-    noise = draft_noise(random, length) if strategy.sampled else None
+    noise = draft_noise(random, length, (1 + total, d2t.shape[0])) if strategy.sampled else None
     sees = jnp.zeros((batch, 1, total), bool)  # which of the beams read in this round each current beam sees
     score = jnp.zeros((batch, 1), jnp.float32)
     numbers = jnp.full((batch, 1), -1)  # candidate numbers of the current beams; -1 is the root
     tokens, parents, scores, beams, logits = [], [], [], [], []
-    read = offset = 0
+    read = offset = noise_row = 0
     for level in range(1, strategy.depth + 1):
         level_logits = _logits(draft, y)
-        ids, gains, drawn_from = _continuations(level_logits, strategy, random, noise, level)
+        noisy = None if noise is None else noise[:, noise_row : noise_row + level_logits.shape[1]]
+        noise_row += level_logits.shape[1]
+        ids, gains, drawn_from = _continuations(level_logits, strategy, random, noisy)
         tokens.append(d2t[ids].reshape(batch, -1))
         parents.append(jnp.repeat(numbers, strategy.top_k, axis=1))
         logits.append(drawn_from)
@@ -111,7 +113,7 @@ def _logits(draft: DraftModel, y: Float[Array, "B E H"]) -> Float[Array, "B E Vd
     return draft.logits(jnp.repeat(y, fast_rows(rows, y.shape[0]), axis=1) if rows == 1 else y)[:, :rows]
 
 
-def _continuations(logits, strategy: Strategy, random: Random | None, noise, level: int):
+def _continuations(logits, strategy: Strategy, random: Random | None, noise: Array | None):
     """Draft ids [B, E, K] that continue each beam, their gains in score, and the logits that they were drawn from.
 
     Deterministic: the K likeliest, gains their log probabilities. Sampled: K draws without replacement, in the order
@@ -126,8 +128,7 @@ def _continuations(logits, strategy: Strategy, random: Random | None, noise, lev
         return ids, None if strategy.is_static else gains, None
     logits = logits / random.draft_temperature[:, None, None]
     gains = None if strategy.is_static else jax.lax.top_k(jax.nn.log_softmax(logits), strategy.top_k)[0]
-    gumbel = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, level), logits.shape[1:]))(noise)
-    ids = jax.lax.top_k(logits + gumbel * random.is_random[:, None, None], strategy.top_k)[1]
+    ids = jax.lax.top_k(logits + noise, strategy.top_k)[1]
     return ids, gains, logits
 
 

@@ -140,9 +140,14 @@ def _least_kept(scaled: Float[Array, "B V"], random: Random) -> Float[Array, "B 
     return jnp.min(jnp.where(within, ordered, jnp.inf), axis=-1, keepdims=True)
 
 
-def draft_noise(random: Random, length: Int[Array, "B"]) -> Key[Array, "B"]:
-    """The key of the draft's draws in the round that begins at `length`; no two rounds of a request share it."""
-    return jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, _DRAFT), at))(random.key, length)
+def draft_noise(random: Random, length: Int[Array, "B"], shape: tuple[int, int]) -> Float[Array, "B rows Vd"]:
+    """Gumbel noise for the draft's draws in the round that begins at `length`, [rows, Vd] a request; zero for greedy
+    ones. No two rounds of a request share it."""
+
+    def noise(key, at):
+        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, _DRAFT), at), shape)
+
+    return jnp.where(random.is_random[:, None, None], jax.vmap(noise)(random.key, length), 0.0)
 
 
 def accept_noise(random: Random, positions: Int[Array, "B"], count: int) -> Float[Array, "B count"]:

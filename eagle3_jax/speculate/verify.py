@@ -53,27 +53,26 @@ def walk(
     """Verifies a tree by the target's logits at its nodes; node i lies at position length + depth of i."""
     batch = length.shape[0]
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32) if sampling is None else None
-    node = accepted = jnp.zeros(batch, jnp.int32)
-    alive = jnp.ones(batch, bool)
-    tokens, path, drafts = [], [node], []
-    for depth in range(strategy.depth + 1):
+
+    def step(carry, depth):
+        node, alive, sampling = carry
         here, below, position = at(logits, node), children(tree, node), length + depth + 1
-        if proposal is not None and depth < strategy.depth:
+        if proposal is not None:
             token, child = _accept(strategy, tree, here, node, below, position, sampling, proposal)
         else:
             token = at(greedy, node) if greedy is not None else choose(here, position, sampling)
             child = first(below & (tree.tokens == token[:, None]))
-        tokens.append(token)
         sampling = observe(sampling, token, alive)
-        if depth == strategy.depth:
-            break
         alive &= child >= 0
-        accepted += alive
-        node = jnp.where(alive, child, first(below))
-        path.append(jnp.maximum(node, 0))
-        drafts.append(jnp.where(node >= 0, at(tree.tokens, node), -1))
-    drafts = jnp.stack(drafts, axis=1) if drafts else jnp.zeros((batch, 0), jnp.int32)
-    return Walk(jnp.stack(tokens, axis=1), jnp.stack(path, axis=1), accepted, drafts, sampling)
+        following = jnp.where(alive, child, first(below))
+        return (following, alive, sampling), (token, node, alive)
+
+    # A loop, since the noise and the sorts of one step take seconds to compile.
+    start = (jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool), sampling)
+    (_, _, sampling), steps = jax.lax.scan(step, start, jnp.arange(strategy.depth + 1))
+    tokens, path, alive = (x.swapaxes(0, 1) for x in steps)
+    drafts = jnp.where(path[:, 1:] >= 0, jnp.take_along_axis(tree.tokens, jnp.maximum(path[:, 1:], 0), axis=1), -1)
+    return Walk(tokens, jnp.maximum(path, 0), alive.sum(axis=1, dtype=jnp.int32), drafts, sampling)
 
 
 def _accept(
