@@ -126,6 +126,8 @@ def _static(paths: Iterable[Sequence[int]]) -> Strategy:
     if len(unique[-1]) > MAX_DEPTH:
         raise UserError(f"static tree: path {unique[-1]} is too deep / at most {MAX_DEPTH} ranks")
     top_k = 1 + max(max(path) for path in unique)
+    if top_k == 1:
+        return Strategy(len(unique), 1, len(unique) + 1)
     return Strategy(len(unique[-1]), top_k, len(unique) + 1, tuple(unique))
 
 

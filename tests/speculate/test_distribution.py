@@ -19,20 +19,28 @@ from eagle3_jax.speculate.round import prefill, speculate
 from eagle3_jax.speculate.strategy import parse_strategy, with_sampled_drafts
 from tests.tiny import bigram_draft, bigram_target
 
+
+@pytest.fixture(scope="module", autouse=True)
+def optimised():
+    """Here running takes longer than compiling."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 SAMPLES, VOCAB, NEW = 100_000, 8, 3
 PROMPT = [5, 2, 6]
-SETTINGS = [(1.0, 1.0), (0.7, 0.9)]
 KNOWN = [7, 0, 1, 3, 4, 6]  # the draft's vocabulary, not in order: tokens 2 and 5 can never be drafted
 
 
 @pytest.fixture(scope="module")
 def target() -> e3.Target:
-    return bigram_target(VOCAB, context=1.0)
+    return bigram_target(VOCAB, context=0.3)
 
 
 @pytest.fixture(scope="module")
 def exact(target):
-    """(temperature, top_p) -> probability of each of the first three tokens together, [8, 8, 8]."""
+    """(temperature, top_p) -> probability of each of the three tokens after PROMPT together, [8, 8, 8]."""
     texts = [PROMPT + list(rest) for rest in itertools.product(range(VOCAB), repeat=NEW - 1)]
     logits = np.asarray(target.forward(np.asarray(texts)).logits, np.float64)[:, len(PROMPT) - 1 :]
 
@@ -40,8 +48,8 @@ def exact(target):
         p = np.exp(logits / temperature)
         p /= p.sum(-1, keepdims=True)
         order = np.argsort(-p, axis=-1)
-        before = np.cumsum(np.take_along_axis(p, order, -1), axis=-1) - np.take_along_axis(p, order, -1)
-        np.put_along_axis(p, order, np.where(before < top_p, np.take_along_axis(p, order, -1), 0), -1)
+        falling = np.take_along_axis(p, order, -1)
+        np.put_along_axis(p, order, np.where(np.cumsum(falling, axis=-1) - falling < top_p, falling, 0), -1)
         p = (p / p.sum(-1, keepdims=True)).reshape(VOCAB, VOCAB, NEW, VOCAB)
         return p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2]
 
@@ -50,28 +58,32 @@ def exact(target):
 
 @pytest.fixture(scope="module")
 def sample(target):
-    """(strategy, draft, temperature, top_p) -> the first three tokens of all requests, [SAMPLES, 3], and mean tau."""
-    prompts = [PROMPT] * SAMPLES
-    ids, lengths = jnp.asarray(prompts, jnp.int32), jnp.full(SAMPLES, len(PROMPT))
-    template = device_sampling(target, prompts, [e3.SamplingParams(temperature=0.7, top_p=0.9, seed=1)] * SAMPLES)
-    keys = jax.random.split(jax.random.key(3), SAMPLES)
+    """(strategy, draft, temperature, top_p) -> three tokens of each request, [SAMPLES, 3], and accepted drafts a round.
+
+    The last token of the prompt is the pending one of the first round, so that rounds alone choose the tokens.
+    """
+    one = device_sampling(target, [PROMPT], [e3.SamplingParams(temperature=0.7, top_p=0.9, seed=1)])
 
     def run(strategy, draft: e3.Draft, temperature: float, top_p: float) -> tuple[np.ndarray, float]:
-        changes = {"key": keys, "temperature": jnp.full(SAMPLES, temperature), "top_p": jnp.full(SAMPLES, top_p)}
-        sampling = template._replace(random=template.random._replace(**changes))
         models, weights = pair(target, draft)
-        state, first = prefill(models, 16, strategy, weights, ids, lengths, sampling)
-        out = np.full((SAMPLES, NEW + strategy.depth + 1), -1)
-        out[:, 0], count, accepted = first, np.ones(SAMPLES, int), []
+        state, _ = prefill(models, 16, strategy, weights, jnp.asarray([PROMPT[:-1]]), jnp.asarray([2]), one)
+        last = jnp.asarray([PROMPT[-1]], jnp.int32)
+        known = state.draft._replace(next_ids=jnp.full_like(state.draft.next_ids, PROMPT[-1]))
+        state = state._replace(pending=last, draft=known)
+        state = jax.tree.map(lambda x: jnp.repeat(x, SAMPLES, axis=0), state)
+        changes = {"temperature": jnp.full(SAMPLES, temperature), "top_p": jnp.full(SAMPLES, top_p)}
+        random = state.sampling.random._replace(key=jax.random.split(jax.random.key(3), SAMPLES), **changes)
+        state = state._replace(sampling=state.sampling._replace(random=random))
+        out, count, rates = np.full((SAMPLES, NEW), -1), np.zeros(SAMPLES, int), []
         while count.min() < NEW:
             state, committed = speculate(models, strategy, weights, state)
-            new, taken = np.asarray(committed.tokens), np.asarray(committed.accepted)
-            accepted.append(taken[count < NEW].mean())
-            for i in range(strategy.depth + 1):
-                rows = np.flatnonzero((taken >= i) & (count + i < NEW))
+            new, accepted = np.asarray(committed.tokens), np.asarray(committed.accepted)
+            rates.append(accepted.mean())
+            for i in range(new.shape[1]):
+                rows = np.flatnonzero((accepted >= i) & (count + i < NEW))
                 out[rows, count[rows] + i] = new[rows, i]
-            count = np.minimum(count + taken + 1, NEW)
-        return out[:, :NEW], accepted[0]
+            count += accepted + 1
+        return out, rates[0]
 
     return run
 
@@ -99,19 +111,18 @@ def chi_square(seen: np.ndarray, p: np.ndarray) -> float:
     return stats.chisquare(seen[filled], expected[filled]).pvalue
 
 
-DRAFTS = {"good": 0.05, "fair": 0.5, "bad": 3.0}
-STRATEGIES = ["chain:2", "tree:2x3x7", [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0)]]
+RUNS = [(0.05, 1.0, 1.0), (0.5, 0.7, 0.9)]  # noise of the draft (it is good, it is fair), temperature, top_p
+BAD = (3.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["point masses", "sampled drafts"])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["chain", "tree", "static tree"])
-def test_the_distribution_is_the_targets(target, exact, sample, strategy, sampled: bool) -> None:
+@pytest.mark.parametrize("strategy", ["chain:2", "tree:2x3x7"])
+def test_the_distribution_is_the_targets(target, exact, sample, strategy: str, sampled: bool) -> None:
     shape = parse_strategy(strategy)
     shape = with_sampled_drafts(shape) if sampled else shape
-    rates = {}
-    for name, noise in DRAFTS.items():
-        draft = bigram_draft(target, noise, KNOWN)
-        for setting in SETTINGS if name != "good" else SETTINGS[:1]:
-            tokens, rates[name, setting] = sample(shape, draft, *setting)
-            assert_follows(tokens, exact(*setting))
-    assert rates["good", SETTINGS[0]] > rates["bad", SETTINGS[0]] > 0  # or nothing was put to the test
+    rates = []
+    for noise, *setting in [*RUNS, BAD] if sampled else RUNS:
+        tokens, rate = sample(shape, bigram_draft(target, noise, KNOWN), *setting)
+        assert_follows(tokens, exact(*setting))
+        rates.append(rate)
+    assert min(rates) > 0 and (rates[0] > rates[-1] or not sampled)  # or nothing was put to the test
