@@ -84,7 +84,7 @@ def generate(
         check_params(wanted, target.config.vocab_size)
     shape = _checked_strategy(strategy, draft)
     models, weights = pair(target, draft if shape.depth else None)
-    if sample_draft and not all(p.is_greedy for p in params):
+    if sample_draft and shape.depth and not all(p.is_greedy for p in params):
         shape = with_sampled_drafts(shape)
     stops = [p.stops(target) for p in params]
     limits = [min(p.max_new_tokens, target.config.max_positions - len(i)) for p, i in zip(params, prompts, strict=True)]
@@ -127,6 +127,14 @@ def pair(target: Target, draft: Draft | None) -> tuple[Models, Weights]:
         return Models(target.graph, None, None), Weights(target.params, None, None)
     draft = draft.bind(target)
     return Models(target.graph, draft.graph, draft.taps), Weights(target.params, draft.params, jnp.asarray(draft.d2t))
+
+
+def window_warning(draft: Draft, target: Target) -> str | None:
+    """One line when the draft was made for shorter texts than the target allows, else None."""
+    own, window = draft.config.decoder.max_positions, target.config.max_positions
+    if own >= window:
+        return None
+    return f"note: the draft was made for {own} positions, the target for {window}; beyond {own} it may be right less"
 
 
 def pad_prompts(prompts: list[list[int]]) -> tuple[jax.Array, jax.Array]:
