@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from eagle3_jax.errors import UserError
     from eagle3_jax.models.target import Target, load_target
     from eagle3_jax.speculate.generate import Result, generate
+    from eagle3_jax.speculate.request import SamplingParams
     from eagle3_jax.taps import Taps, TapSet, WiringError, fuse
 
 # Where each public name lives. Imported on first use: JAX takes seconds, and `eagle3 --help` needs none of it.
@@ -16,12 +17,14 @@ _HOMES = {
     "eagle3_jax.errors": ("UserError",),
     "eagle3_jax.models.target": ("Target", "load_target"),
     "eagle3_jax.speculate.generate": ("Result", "generate"),
+    "eagle3_jax.speculate.request": ("SamplingParams",),
     "eagle3_jax.taps": ("Taps", "TapSet", "WiringError", "fuse"),
 }
 
 __all__ = [
     "Draft",
     "Result",
+    "SamplingParams",
     "Target",
     "TapSet",
     "Taps",

@@ -85,11 +85,8 @@ def random_draft(
     decoder = decoder_config(raw | {"vocab_size": target.config.vocab_size})
     config = DraftConfig(decoder, TapSet(taps), len(d2t), target.config.hidden_size, **flags)
     _, shapes = draft_graph(config)
-    params: dict = {}
-    for name, array in random_tensors(shapes, seed).items():
-        insert(params, name, jnp.asarray(array))
     facts = {"target": {"fingerprint": target.fingerprint}}
-    return new_draft(config, params, np.asarray(d2t), facts)
+    return new_draft(config, _tree(random_tensors(shapes, seed)), np.asarray(d2t), facts)
 
 
 def with_fc(draft: Draft, weight: np.ndarray) -> Draft:
@@ -112,3 +109,74 @@ def relative(got, expected) -> float:
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape, (got.shape, expected.shape)
     return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+def bigram_target(vocab_size: int = 8, context: float = 0.0, seed: int = 0, **changes: Any) -> Target:
+    """A target in memory, one block of hidden size 16, whose next token depends on the current one.
+
+    context: scale of what the blocks add to the residual stream; 0 makes it a pure bigram model.
+    """
+    raw = target_config(
+        **{
+            "vocab_size": vocab_size,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "head_dim": 16,
+        }
+        | {"num_key_value_heads": 1, "intermediate_size": 32}
+        | changes
+    )
+    tensors = target_tensors(raw, seed)
+    rng = np.random.default_rng(seed)
+    for name, array in tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            array *= context
+        elif "norm" in name:
+            array[:] = 1
+        elif name == "lm_head.weight":
+            array[:] = 0.4 * rng.standard_normal(array.shape)
+    config = decoder_config(raw)
+    graph, _ = abstract_params(nnx.eval_shape(lambda: LlamaForCausalLM(config)))
+    return Target("in memory", config, graph, _tree(tensors), None, (), None)
+
+
+def bigram_draft(target: Target, noise: float = 0.0, d2t=None, max_positions: int = 128, seed: int = 5) -> Draft:
+    """A draft that knows the bigrams of a `bigram_target`: exactly at noise 0, ever worse with more.
+
+    Each slot attends to itself alone (constant queries and keys, which the rotation turns away from each other), the
+    values are the embedding of the next token, and the fed-back hidden state is multiplied by zero.
+    """
+    size, vocab = target.config.hidden_size, target.config.vocab_size
+    d2t = np.arange(vocab) if d2t is None else np.asarray(d2t)
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    raw = target_config(
+        vocab_size=vocab,
+        hidden_size=size,
+        intermediate_size=8,
+        attention_bias=True,
+        max_position_embeddings=max_positions,
+        **heads,
+    )
+    taps = TapSet(range(target.num_layers + 1))
+    config = DraftConfig(decoder_config(raw), taps, len(d2t), size, norm_before_residual=True)
+    _, shapes = draft_graph(config)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"layers.0.{name}.weight"][:] = 1
+    tensors["norm.weight"][:] = 1
+    for name in ("q_proj", "k_proj"):
+        tensors[f"layers.0.self_attn.{name}.bias"][:] = 8
+    tensors["layers.0.self_attn.v_proj.weight"][:, :size] = np.eye(size)
+    tensors["layers.0.self_attn.o_proj.weight"][:] = np.eye(size)
+    tensors["embed_tokens.weight"][:] = target.params["model"]["embed_tokens"]["weight"]
+    head = np.asarray(target.params["lm_head"]["weight"])[d2t]
+    tensors["lm_head.weight"] = head + noise * np.random.default_rng(seed).standard_normal(head.shape).astype("f4")
+    return new_draft(config, _tree(tensors), d2t, {})
+
+
+def _tree(tensors: dict[str, np.ndarray]) -> dict:
+    params: dict = {}
+    for name, array in tensors.items():
+        insert(params, name, jnp.asarray(array))
+    return params

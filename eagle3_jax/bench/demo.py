@@ -23,7 +23,8 @@ from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import prompt_ids
 from eagle3_jax.draft.draft import load_draft
 from eagle3_jax.models.target import Target, load_target
-from eagle3_jax.speculate.generate import generate, parse_strategy
+from eagle3_jax.speculate.generate import generate
+from eagle3_jax.speculate.strategy import parse_strategy
 from eagle3_jax.training.evaluate import simulate
 from eagle3_jax.training.run_folder import read_result, write_json
 from eagle3_jax.training.trainer import train
@@ -77,7 +78,7 @@ def _measure(target: Target, config: Config, prompts, size: DemoSize, say) -> di
     rows = [row(strategy, 1, tally, plain) for strategy, tally in tallies.items()]
     best = max(rows[1:], key=lambda r: r["tok_s"])
     tally = tallies[best["strategy"]]
-    depth = parse_strategy(best["strategy"])
+    depth = parse_strategy(best["strategy"]).depth
     documents = [
         (np.asarray(p + r.tokens, np.int32), np.arange(len(p) + len(r.tokens)) >= len(p))
         for p, r in zip(prompts, plain.results, strict=True)

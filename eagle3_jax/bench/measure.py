@@ -13,7 +13,8 @@ import numpy as np
 
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.generate import Result, generate, parse_strategy, round_up
+from eagle3_jax.speculate.generate import Result, generate, round_up
+from eagle3_jax.speculate.strategy import parse_strategy
 
 
 @dataclass
@@ -46,17 +47,19 @@ def measure(
     max_new_tokens: int,
     batch: int = 1,
     done: Callable[[int, int], None] = lambda finished, total: None,
+    temperature: float = 0.0,
 ) -> dict[str, Tally]:
-    """Generates greedily from every prompt with every strategy, `batch` prompts at a time."""
+    """Generates from every prompt with every strategy, `batch` prompts at a time, all by the same seed."""
+    settings = {"temperature": temperature, "seed": 0}
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     tallies = {strategy: Tally() for strategy in strategies}
     for representative in {(_shape(group), len(group)): group for group in groups}.values():
         for strategy in strategies:
-            generate(target, draft, representative, max_new_tokens, strategy)
+            generate(target, draft, representative, max_new_tokens, strategy, **settings)
     for finished, group in enumerate(groups, start=1):
         for strategy in strategies:
             begin = time.perf_counter()
-            tallies[strategy].results += generate(target, draft, group, max_new_tokens, strategy)
+            tallies[strategy].results += generate(target, draft, group, max_new_tokens, strategy, **settings)
             tallies[strategy].seconds += time.perf_counter() - begin
         done(finished, len(groups))
     return tallies
@@ -76,7 +79,7 @@ def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:
         "tok_s": round(tally.tokens / tally.seconds, 2),
         "ms_per_token": round(1000 * tally.seconds / tally.tokens, 2),
         "tau": round(tally.tau, 4),
-        "acceptance_by_depth": tally.acceptance_by_depth(parse_strategy(strategy)),
+        "acceptance_by_depth": tally.acceptance_by_depth(parse_strategy(strategy).depth),
         "speedup_vs_plain": round((tally.tokens / tally.seconds) / (plain.tokens / plain.seconds), 4),
         "identical_to_plain": identical_share(tally, plain),
     }

@@ -14,14 +14,15 @@ def bench_command(
     target: TargetOption,
     draft: Annotated[str, typer.Option(help="Draft folder.")],
     prompts: Annotated[Path, typer.Option(help="JSONL file of rows with `turns`; the first turn of each is used.")],
-    strategies: Annotated[str, typer.Option(help="Comma-separated: plain, chain:K.")] = "plain,chain:3",
+    strategies: Annotated[str, typer.Option(help="Comma-separated: plain, chain:K, tree:DxKxN.")] = "plain,chain:3",
     batch: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy; else all strategies sample by the same seed.")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     dtype: DTypeOption = "bfloat16",
     json_file: JsonOption = None,
 ) -> None:
-    """Measures tok/s, tau and acceptance of each strategy on the same prompts, taking turns, greedily."""
+    """Measures tok/s, tau and acceptance of each strategy on the same prompts, taking turns."""
     names = strategies.split(",")
     if not all(size.strip().isdigit() and int(size) > 0 for size in batch.split(",")):
         raise UserError(f"--batch {batch} / give sizes like 1,4,8")
@@ -36,19 +37,21 @@ def bench_command(
     from eagle3_jax.bench.measure import measure, row
     from eagle3_jax.data.template import prompt_ids
     from eagle3_jax.draft.draft import binding_warning, load_draft
-    from eagle3_jax.speculate.generate import parse_strategy
+    from eagle3_jax.speculate.generate import window_warning
+    from eagle3_jax.speculate.strategy import parse_strategy
 
     for name in names:
         parse_strategy(name)
     bound = load_draft(draft, dtype, target=loaded)
-    if (warning := binding_warning(bound, loaded)) is not None:
+    for warning in filter(None, (binding_warning(bound, loaded), window_warning(bound, loaded))):
         note(warning)
     tokenizer = loaded.require_tokenizer()
     ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}]) for turn in turns]
     wanted = names if "plain" in names else ["plain", *names]
     rows = []
     for size in sizes:
-        tallies = measure(loaded, bound, ids, wanted, max_new_tokens, size, lambda i, n: note(f"group {i} of {n}"))
+        progress = lambda i, n: note(f"group {i} of {n}")  # noqa: E731
+        tallies = measure(loaded, bound, ids, wanted, max_new_tokens, size, progress, temperature)
         rows += [row(name, size, tallies[name], tallies["plain"]) for name in names]
     for r in rows:
         print(

@@ -21,13 +21,20 @@ def generate_command(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="plain, or chain:K for K draft tokens a round.", show_default="chain:3 with a draft, else plain"
+            help="plain, chain:K for K draft tokens a round, or tree:DxKxN: D levels of the K likeliest, N verified.",
+            show_default="chain:3 with a draft, else plain",
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from the K likeliest tokens; 0 = off.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Of tokens in prompt and answer; 1 = off.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Of tokens in the answer; 0 = off.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same for each time they occur.")] = 0.0,
+    min_tokens: Annotated[int, typer.Option(help="No end of the answer before so many tokens.")] = 0,
+    sample_draft: Annotated[bool, typer.Option("--sample-draft", help="Draw draft tokens, verify by p/q.")] = False,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     dtype: DTypeOption = "bfloat16",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")] = False,
@@ -38,15 +45,22 @@ def generate_command(
     strategy = strategy or ("chain:3" if draft else "plain")
     loaded = open_target(target, dtype)
     from eagle3_jax.draft.draft import binding_warning, load_draft
-    from eagle3_jax.speculate.generate import generate
+    from eagle3_jax.speculate.generate import generate, window_warning
+    from eagle3_jax.speculate.request import SamplingParams
 
     ids = _prompt_ids(loaded, text, raw)
     pair = load_draft(draft, dtype=dtype, target=loaded) if draft else None
-    if pair is not None and (warning := binding_warning(pair, loaded)):
-        note(warning)
+    if pair is not None:
+        for warning in filter(None, (binding_warning(pair, loaded), window_warning(pair, loaded))):
+            note(warning)
     printer = _Printer(loaded.tokenizer)
+    sampling = SamplingParams(
+        *(max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty),
+        min_tokens=min_tokens,
+        seed=seed,
+    )
     result = generate(
-        loaded, pair, ids, max_new_tokens, strategy, temperature, top_p, top_k, seed, on_tokens=printer.print
+        loaded, pair, ids, strategy=strategy, sampling=sampling, sample_draft=sample_draft, on_tokens=printer.print
     )
     printer.finish()
     tok_s = printer.tokens_per_second()

@@ -85,21 +85,33 @@ def _heads_first(x: Float[Array, "B T K D"], heads: int) -> Float[Array, "B N T 
     return jnp.repeat(x.astype(jnp.float32).transpose(0, 2, 1, 3), heads // x.shape[2], axis=1)
 
 
-def cached(positions: Int[Array, "B T"], anchors: Int[Array, "B T"] | None = None) -> Attend:
+def cached(positions: Int[Array, "B T"]) -> Attend:
     """Attention of T consecutive tokens a sequence over a cache: keys are written at `positions` first.
 
     Token at position p sees cache entries <= p; entries beyond are leftovers of rejected tokens, never read before
     they are overwritten. Positions of a row are consecutive: positions[b, t] = positions[b, 0] + t.
-    anchors: the position from which a window looks back, None = the token's own.
     """
 
     def attend(q, k, v, cache: KV, window=None):
-        start = positions[:, 0]
-        cache = KV(_write(cache.k, k, start), _write(cache.v, v, start))
         entries = jnp.arange(cache.k.shape[2])
-        back = in_window((positions if anchors is None else anchors)[..., None], entries, window)
-        mask = (entries <= positions[..., None]) & back
-        return _grouped(q, cache.k, cache.v, mask), cache
+        mask = (entries <= positions[..., None]) & in_window(positions[..., None], entries, window)
+        return cached_where(positions[:, 0], mask)(q, k, v, cache)
+
+    return attend
+
+
+def cached_where(start: Int[Array, "B"], mask: Bool[Array, "B T S"], anchor: Int[Array, "B"] | None = None) -> Attend:
+    """Attention of T tokens a sequence over a cache of S entries: keys are written from entry `start` on, then token t
+    sees the entries of mask[:, t], whatever their positions (the nodes of a draft tree).
+
+    anchor: the entry from which a layer's window looks back; needed where layers have one.
+    """
+
+    def attend(q, k, v, cache: KV, window=None):
+        entries = jnp.arange(cache.k.shape[2])
+        seen = mask if window is None else mask & in_window(anchor[:, None, None], entries, window)
+        cache = KV(_write(cache.k, k, start), _write(cache.v, v, start))
+        return _grouped(q, cache.k, cache.v, seen), cache
 
     return attend
 

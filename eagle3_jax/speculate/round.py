@@ -1,15 +1,12 @@
-"""One compiled round of chain speculation, and the prefill before it (spec section 7.1).
+"""One compiled round of speculation, and the prefill before it (spec sections 7.1 to 7.3).
 
-    extend   the draft reads the tokens committed last, with their true target features, over its own KV cache
-    draft    K tokens, the first from the extend, each fed back with the hidden state that predicted it
-    verify   the target reads [pending token, K drafts] at once and chooses a token after each (argmax, or a sample);
-             the longest prefix of drafts equal to its own choices is accepted
-    commit   accepted drafts and one more token of the target; rejected KV entries stay behind and are overwritten
+    draft    `drafting`: the draft reads the tokens committed last and grows a tree of continuations
+    verify   the target reads the pending token and the tree's nodes at once, each seeing its own ancestors; `verify`
+             walks down while a child holds the token that the target chooses (argmax, or a sample)
+    commit   accepted drafts and one more token of the target; the accepted nodes' KV entries are moved into place, the
+             others stay behind and are overwritten
 
-Accepting a draft exactly when it equals the target's own choice is lossless for sampling too: a draft token x is
-accepted with probability p(x), and a rejected place holds a sample of p without x, the residual (spec 7.3).
-K = 0 is plain decoding: verify reads the pending token alone. Shapes are fixed, caches are donated. With one sequence
-the target and the draft read two rows even where one would do: a one-row matmul is many times slower on CPU.
+Plain decoding is a tree of the root alone, a chain a tree of one path. Shapes are fixed, caches are donated.
 """
 
 import functools
@@ -20,30 +17,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
-from eagle3_jax.models.attention import KV, cached, causal, empty_cache
+from eagle3_jax.models.attention import KV, cached_where, causal, empty_cache
 from eagle3_jax.models.llama import LlamaForCausalLM
 from eagle3_jax.models.weights import Graph, Params
-from eagle3_jax.speculate.sampling import Sampling, choose
-from eagle3_jax.taps import LastHidden, Taps, TapSet
-
-
-class DraftState(NamedTuple):
-    """What the draft needs between rounds: its cache, and the newest committed tokens with their target features.
-
-    Row j of features/next_ids is slot `length - count + j`: the features of that token and the token after it; the
-    last valid row (count - 1) carries the pending token. Rows from `count` on are leftovers.
-    """
-
-    cache: tuple[KV, ...]
-    features: Taps
-    next_ids: Int[Array, "B R"]
-    count: Int[Array, "B"]
+from eagle3_jax.speculate.drafting import DraftState, draft_tree, fast_rows, window_mask
+from eagle3_jax.speculate.sampling import Sampling, choose, observe
+from eagle3_jax.speculate.strategy import Strategy
+from eagle3_jax.speculate.tree import Candidates, build_tree
+from eagle3_jax.speculate.verify import Proposal, walk
+from eagle3_jax.taps import LastHidden, TapSet
 
 
 class State(NamedTuple):
     """length: tokens in the target's cache, [B]. pending: the newest committed token, not yet read by the target.
 
-    sampling: None for greedy decoding.
+    sampling: None for greedy decoding without processors.
     """
 
     cache: tuple[KV, ...]
@@ -54,11 +42,12 @@ class State(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """Outcome of a round. tokens[b, : accepted[b] + 1] are new; drafts [B, K] are the proposed target ids."""
+    """Outcome of a round. tokens[b, : accepted[b] + 1] are new; drafts [B, D] are the target ids on the best path: the
+    accepted ones, then the likeliest below them; -1 where a tree is not as deep."""
 
     tokens: Int[Array, "B rows"]
     accepted: Int[Array, "B"]
-    drafts: Int[Array, "B K"]
+    drafts: Int[Array, "B D"]
 
 
 class Models(NamedTuple):
@@ -77,15 +66,15 @@ class Weights(NamedTuple):
     d2t: Int[Array, "Vd"] | None
 
 
-def rows_needed(depth: int, batch: int) -> int:
-    """Tokens a sequence that verify reads: the pending one and the drafts, at least two rows in all."""
-    return max(depth + 1, 2 if batch == 1 else 1)
+def cache_room(strategy: Strategy, batch: int) -> int:
+    """Cache entries beyond the committed tokens that a round may write."""
+    return fast_rows(max(strategy.nodes, strategy.drafted_rows + 1, strategy.depth + 1), batch)
 
 
 def prefill(
     models: Models,
     cache_length: int,
-    depth: int,
+    strategy: Strategy,
     weights: Weights,
     ids: Int[Array, "B P"],
     lengths: Int[Array, "B"],
@@ -93,13 +82,13 @@ def prefill(
 ) -> tuple[State, Int[Array, "B"]]:
     """Reads ragged prompts ids [B, P] of `lengths` tokens. Returns the state and the first new token of each.
 
-    The state is ready for rounds of `depth` draft tokens; depth changes no compiled program here.
+    The state is ready for rounds of `strategy`, which changes no compiled program here.
     """
     state, first = _read_prompts(models, cache_length, weights, ids, lengths, sampling)
     if state.draft is None:
         return state, first
-    rows = rows_needed(depth, ids.shape[0])
-    widened = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=1), (state.draft.features, state.draft.next_ids))
+    known = (state.draft.features, state.draft.next_ids)
+    widened = jax.tree.map(lambda x: jnp.repeat(x, strategy.depth + 1, axis=1), known)
     return state._replace(draft=DraftState(state.draft.cache, *widened, state.draft.count)), first
 
 
@@ -123,9 +112,9 @@ def _read_prompts(
     decoder, dtype = target.config, target.model.embed_tokens.weight[...].dtype
     cache = empty_cache(decoder.num_layers, batch, decoder.num_kv_heads, cache_length, decoder.head_dim, dtype)
     last, taps, cache = target(ids, positions, _fill_cache, cache, models.taps, per_token)
-    rows = rows_needed(0, batch)
-    newest = LastHidden(jnp.repeat(_row(last.before_norm(), lengths - 1), rows, axis=1), last.normed)
-    first = choose(target.logits(newest), jnp.repeat(lengths[:, None], rows, axis=1), sampling)[:, 0]
+    newest = LastHidden(jnp.repeat(_row(last.before_norm(), lengths - 1), fast_rows(1, batch), axis=1), last.normed)
+    first = choose(target.logits(newest)[:, 0], lengths, sampling)
+    sampling = observe(sampling, first, jnp.ones(batch, bool))
     if models.draft is None:
         return State(cache, lengths, first, None, sampling), first
     draft: DraftModel = models.draft.merge(weights.draft)
@@ -140,63 +129,64 @@ def _read_prompts(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
-def speculate(models: Models, depth: int, weights: Weights, state: State) -> tuple[State, Committed]:
-    """One round with `depth` draft tokens; depth 0 is a plain decoding step."""
+def speculate(models: Models, strategy: Strategy, weights: Weights, state: State) -> tuple[State, Committed]:
+    """One round; a plain decoding step if the strategy has no draft tokens.
+
+    A request that has come to the end of its cache stays there and goes on writing over its own last entries.
+    """
     target: LlamaForCausalLM = models.target.merge(weights.target)
-    batch = state.pending.shape[0]
-    draft_cache, drafts = _draft_chain(models, depth, weights, state)
-    rows = rows_needed(depth, batch)
-    block = jnp.concatenate([state.pending[:, None], drafts], axis=1)
-    block = jnp.pad(block, ((0, 0), (0, rows - block.shape[1])))
-    positions = state.length[:, None] + jnp.arange(rows)
-    last, taps, cache = target(block, positions, cached(positions), state.cache, models.taps)
-    choices = choose(target.logits(last), positions + 1, state.sampling)
-    accepted = jnp.cumprod(drafts == choices[:, :depth], axis=1).sum(axis=1).astype(jnp.int32)
-    count = accepted + 1
-    pending = jnp.take_along_axis(choices, accepted[:, None], axis=1)[:, 0]
+    batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
+    room = cache_room(strategy, batch)
+    random = None if state.sampling is None else state.sampling.random
+    if strategy.depth and models.draft is not None:
+        draft: DraftModel = models.draft.merge(weights.draft)
+        draft_cache, candidates = draft_tree(draft, weights.d2t, strategy, state.draft, state.length, random)
+        proposal = Proposal(candidates.logits, weights.d2t) if strategy.sampled else None
+    else:
+        draft_cache, candidates, proposal = None, _no_candidates(batch), None
+    tree = build_tree(strategy, state.pending, candidates)
+
+    pad = fast_rows(strategy.nodes, batch) - strategy.nodes
+    ids, depth = (jnp.pad(x, ((0, 0), (0, pad))) for x in (tree.tokens, tree.depth))
+    sees = jnp.pad(tree.sees, ((0, 0), (0, pad), (0, pad))) | jnp.eye(strategy.nodes + pad, dtype=bool)
+    attend = cached_where(state.length, window_mask(state.length, sees, entries))
+    last, taps, cache = target(ids, state.length[:, None] + depth, attend, state.cache, models.taps)
+    steps = walk(strategy, tree, target.logits(last)[:, : strategy.nodes], state.length, state.sampling, proposal)
+
+    if not strategy.is_chain:
+        cache = _compact(cache, state.length, steps.path[:, 1:])
+    count = steps.accepted + 1
     draft_state = None
-    if models.draft is not None:
-        dtype = state.draft.features.arrays[0].dtype
-        # Row j of the block held token j; the token after it is the target's choice there, up to the accepted ones.
-        draft_state = DraftState(draft_cache, taps.map(lambda a: a.astype(dtype)), choices, count)
-    new = State(cache, state.length + count, pending, draft_state, state.sampling)
-    return new, Committed(choices, accepted, drafts)
+    if draft_cache is not None:
+        # A committed node's successor is the next token of the walk, up to the pending token.
+        features = taps.map(lambda a: _rows(a, steps.path).astype(state.draft.features.arrays[0].dtype))
+        draft_state = DraftState(draft_cache, features, steps.tokens, count)
+    pending = jnp.take_along_axis(steps.tokens, steps.accepted[:, None], axis=1)[:, 0]
+    length = jnp.minimum(state.length + count, entries - room)
+    new = State(cache, length, pending, draft_state, steps.sampling)
+    return new, Committed(steps.tokens, steps.accepted, steps.drafts)
 
 
-def _draft_chain(models: Models, depth: int, weights: Weights, state: State) -> tuple[tuple[KV, ...] | None, Array]:
-    """Extend and draft: the draft's new cache and `depth` proposed target ids a sequence, int32 [B, K]."""
-    batch = state.pending.shape[0]
-    if depth == 0 or models.draft is None:
-        return None if state.draft is None else state.draft.cache, jnp.zeros((batch, 0), jnp.int32)
-    draft: DraftModel = models.draft.merge(weights.draft)
-    known = state.draft
-    start = state.length - known.count
-    positions = start[:, None] + jnp.arange(known.next_ids.shape[1])
-    hidden = draft.project(known.features)
-    y, cache = draft(hidden, known.next_ids, positions, cached(positions), known.cache)
-    y = _row(y, known.count - 1)
-    tokens = [_top(draft, weights, y)]
-    pad = rows_needed(0, batch)
-    for step in range(depth - 1):
-        ids = jnp.repeat(tokens[-1][:, None], pad, axis=1)
-        positions = (state.length + step)[:, None] + jnp.arange(pad)
-        hidden = jnp.repeat(draft.feedback(y), pad, axis=1)
-        # As in training, a window looks back from the last token with target features.
-        anchors = jnp.broadcast_to(state.length[:, None] - 1, positions.shape)
-        y, cache = draft(hidden, ids, positions, cached(positions, anchors), cache)
-        y = y[:, :1]
-        tokens.append(_top(draft, weights, y))
-    return cache, jnp.stack(tokens, axis=1)
+def _no_candidates(batch: int) -> Candidates:
+    nothing = jnp.zeros((batch, 0), jnp.int32)
+    return Candidates(nothing, nothing, None, nothing, None)
 
 
-def _top(draft: DraftModel, weights: Weights, y: Float[Array, "B 1 H"]) -> Int[Array, "B"]:
-    """The target id of the draft's most likely token."""
-    rows = jnp.repeat(y, rows_needed(0, y.shape[0]), axis=1)
-    return weights.d2t[jnp.argmax(draft.logits(rows)[:, 0], axis=-1)]
+def _compact(cache: tuple[KV, ...], length: Int[Array, "B"], path: Int[Array, "B D"]) -> tuple[KV, ...]:
+    """Moves the entries of the path's nodes to where their tokens belong: node path[:, i] to entry length + 1 + i."""
+
+    def move(entries, start, nodes):
+        return jax.lax.dynamic_update_slice(entries, entries[:, start + nodes], (0, start + 1, 0))
+
+    return jax.tree.map(lambda entries: jax.vmap(move)(entries, length, path), cache)
 
 
 def _row(x: Float[Array, "B T H"], index: Int[Array, "B"]) -> Float[Array, "B 1 H"]:
-    return jnp.take_along_axis(x, index[:, None, None], axis=1)
+    return _rows(x, index[:, None])
+
+
+def _rows(x: Float[Array, "B T H"], index: Int[Array, "B R"]) -> Float[Array, "B R H"]:
+    return jnp.take_along_axis(x, index[..., None], axis=1)
 
 
 def _fill_cache(q, k, v, cache: KV, window: int | None = None):

@@ -1,47 +1,156 @@
-"""The target's choice of a token from its logits: argmax, or a sample after temperature, top-k and top-p.
+"""From the target's logits to a token: processors, the warped distribution, and the choice (argmax or a sample).
+
+Order, as in vLLM: logit bias, minimum length, penalties, then temperature, min-p, top-k, top-p. All are a request's
+own and all act on every token of a block, each with the tokens before it in the block counted. Fields that no request
+of a batch uses are None and cost nothing.
 
 A sample at absolute position p of a request uses noise keyed by (request seed, p) alone. So the same seed gives the
-same text with and without speculation, alone or in a batch, whatever the block borders.
+same text with and without speculation (unless drafts are sampled), alone or in a batch, whatever the block borders.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
+
+_DRAFT, _ACCEPT = 2**32 - 1, 2**32 - 2  # streams of noise beside that of positions
 
 
-class Sampling(NamedTuple):
-    """Per request: key, temperature > 0, top_p in (0, 1], top_k (0 = off)."""
+class Random(NamedTuple):
+    """Per request: key; temperature, 0 = greedy; top_k (0 = off), top_p in (0, 1], min_p in [0, 1) or None."""
 
     key: Key[Array, "B"]
     temperature: Float[Array, "B"]
-    top_p: Float[Array, "B"]
-    top_k: Int[Array, "B"]
+    top_k: Int[Array, "B"] | None = None
+    top_p: Float[Array, "B"] | None = None
+    min_p: Float[Array, "B"] | None = None
+
+    @property
+    def is_random(self) -> Bool[Array, "B"]:
+        return self.temperature > 0
+
+    @property
+    def draft_temperature(self) -> Float[Array, "B"]:
+        """Temperature at which sampled drafts are drawn: the request's; 1 for a greedy request, where it is moot."""
+        return jnp.where(self.is_random, self.temperature, 1.0)
 
 
-def choose(logits: Float[Array, "B R V"], positions: Int[Array, "B R"], sampling: Sampling | None) -> Int[Array, "B R"]:
+class Penalties(NamedTuple):
+    """Repetition (over prompt and answer, HF), presence and frequency (over the answer, OpenAI).
+
+    prompt: tokens that occur in the prompt; counts: of the answer so far, the pending token included.
+    """
+
+    repetition: Float[Array, "B"]
+    presence: Float[Array, "B"]
+    frequency: Float[Array, "B"]
+    prompt: Bool[Array, "B V"]
+    counts: Int[Array, "B V"]
+
+
+class MinTokens(NamedTuple):
+    """No token of `stops` may be chosen at a position before `until`."""
+
+    until: Int[Array, "B"]
+    stops: Bool[Array, "B V"]
+
+
+class Sampling(NamedTuple):
+    """Settings and state of a batch; None stands for all greedy and no processors. bias is added to the logits."""
+
+    random: Random | None = None
+    penalties: Penalties | None = None
+    bias: Float[Array, "B V"] | None = None
+    min_tokens: MinTokens | None = None
+
+
+def choose(logits: Float[Array, "B V"], positions: Int[Array, "B"], sampling: Sampling | None) -> Int[Array, "B"]:
     """int32 token ids; positions: the absolute position each chosen token will have. None = greedy."""
     if sampling is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    keys = jax.vmap(lambda key, places: jax.vmap(lambda p: jax.random.fold_in(key, p))(places))(sampling.key, positions)
-    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:])))(keys)
-    return jnp.argmax(filtered(logits, sampling) + noise, axis=-1).astype(jnp.int32)
+    logits = processed(logits, positions, sampling)
+    if sampling.random is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return draw(warped(logits, sampling.random), positions, sampling.random)
 
 
-def filtered(logits: Float[Array, "B R V"], sampling: Sampling) -> Float[Array, "B R V"]:
-    """Logits divided by the temperature, with everything outside top-k and then top-p at -inf.
+def draw(log_weights: Float[Array, "B V"], positions: Int[Array, "B"], random: Random) -> Int[Array, "B"]:
+    """A sample of softmax(log_weights) by the noise of each position (Gumbel-max); the argmax for greedy requests."""
+    keys = jax.vmap(jax.random.fold_in)(random.key, positions)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, log_weights.shape[-1:]))(keys)
+    noisy = jnp.where(random.is_random[:, None], log_weights + noise, log_weights)
+    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
-    The likeliest token always stays; top_p 1 cuts nothing (a cumulative sum in float32 reaches 1 before the tail does).
+
+def observe(sampling: Sampling | None, tokens: Int[Array, "B"], committed: Bool[Array, "B"]) -> Sampling | None:
+    """The state after one more token of each request; requests that are not `committed` keep theirs."""
+    if sampling is None or sampling.penalties is None:
+        return sampling
+    counts = sampling.penalties.counts
+    counts = counts.at[jnp.arange(counts.shape[0]), tokens].add(committed.astype(counts.dtype))
+    return sampling._replace(penalties=sampling.penalties._replace(counts=counts))
+
+
+def processed(logits: Float[Array, "B V"], positions: Int[Array, "B"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Logits after bias, minimum length and penalties."""
+    if sampling.bias is not None:
+        logits = logits + sampling.bias
+    if (rule := sampling.min_tokens) is not None:
+        logits = jnp.where((positions < rule.until)[:, None] & rule.stops, -jnp.inf, logits)
+    if (penalties := sampling.penalties) is not None:
+        repetition, presence, frequency = (p[:, None] for p in penalties[:3])
+        counts = penalties.counts
+        scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        logits = jnp.where(penalties.prompt | (counts > 0), scaled, logits)
+        logits = logits - frequency * counts - presence * (counts > 0)
+    return logits
+
+
+def warped(logits: Float[Array, "B V"], random: Random) -> Float[Array, "B V"]:
+    """Logits divided by the temperature, with everything outside min-p, top-k and top-p at -inf.
+
+    The likeliest token always stays, and so does what equals the last token kept; top_p 1 cuts nothing (a cumulative
+    sum in float32 reaches 1 before the tail does). Greedy requests keep their largest logits alone.
     """
-    scaled = logits / sampling.temperature[:, None, None]
-    ordered = jnp.sort(scaled, axis=-1)[..., ::-1]
-    vocabulary = logits.shape[-1]
-    kept = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocabulary), vocabulary)[:, None, None]
-    within_k = jnp.arange(vocabulary) < kept
-    probabilities = jax.nn.softmax(jnp.where(within_k, ordered, -jnp.inf), axis=-1)
-    mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    top_p = sampling.top_p[:, None, None]
-    within = within_k & ((mass_before < top_p) | (top_p >= 1.0) | (jnp.arange(vocabulary) == 0))
-    threshold = jnp.min(jnp.where(within, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(scaled >= threshold, scaled, -jnp.inf)
+    scaled = logits / random.draft_temperature[:, None]
+    largest = jnp.max(scaled, axis=-1, keepdims=True)
+    least = jnp.where(random.is_random[:, None], -jnp.inf, largest)
+    if random.min_p is not None:
+        # log 0 = -inf: off.
+        least = jnp.maximum(least, largest + jnp.log(random.min_p)[:, None])
+    if random.top_k is not None or random.top_p is not None:
+        kept = jnp.where(scaled >= least, scaled, -jnp.inf)
+        least = jnp.maximum(least, _least_kept(kept, random))
+    return jnp.where(scaled >= least, scaled, -jnp.inf)
+
+
+def _least_kept(scaled: Float[Array, "B V"], random: Random) -> Float[Array, "B 1"]:
+    """The smallest logit inside top-k and, of what that leaves, inside top-p."""
+    vocabulary = scaled.shape[-1]
+    ordered, rank = jnp.sort(scaled, axis=-1)[..., ::-1], jnp.arange(vocabulary)
+    within = jnp.ones_like(scaled, bool)
+    if random.top_k is not None:
+        within = rank < jnp.where(random.top_k > 0, jnp.minimum(random.top_k, vocabulary), vocabulary)[:, None]
+    if random.top_p is not None:
+        probabilities = jax.nn.softmax(jnp.where(within, ordered, -jnp.inf), axis=-1)
+        mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        top_p = random.top_p[:, None]
+        within &= (mass_before < top_p) | (top_p >= 1.0) | (rank == 0)
+    return jnp.min(jnp.where(within, ordered, jnp.inf), axis=-1, keepdims=True)
+
+
+def draft_noise(random: Random, length: Int[Array, "B"], shape: tuple[int, int]) -> Float[Array, "B rows Vd"]:
+    """Gumbel noise for the draft's draws in the round that begins at `length`, [rows, Vd] a request; zero for greedy
+    ones. No two rounds of a request share it."""
+
+    def noise(key, at):
+        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, _DRAFT), at), shape)
+
+    return jnp.where(random.is_random[:, None, None], jax.vmap(noise)(random.key, length), 0.0)
+
+
+def accept_noise(random: Random, positions: Int[Array, "B"], count: int) -> Float[Array, "B count"]:
+    """Uniform numbers in [0, 1) that decide on `count` draft tokens offered for each position."""
+    keys = jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, _ACCEPT), at))(random.key, positions)
+    return jax.vmap(lambda key: jax.random.uniform(key, (count,)))(keys)

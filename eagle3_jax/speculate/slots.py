@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.generate import pad_prompts, pair, round_up, sampling_for
+from eagle3_jax.speculate.generate import pad_prompts, pair, round_up
+from eagle3_jax.speculate.request import SamplingParams, device_sampling
 from eagle3_jax.speculate.round import State, prefill, speculate
+from eagle3_jax.speculate.strategy import PLAIN
 
 _GROUP = 4  # prompts read together: enough rows for a fast matmul, few enough that slots do not wait for each other
 
@@ -53,14 +55,14 @@ def generate_many(
         free = [slot for slot, request in enumerate(active) if request is None]
         if queue and (len(free) >= min(_GROUP, slots) or not any(active)):
             group = [queue.popleft() for _ in range(min(len(free), _GROUP, len(queue)))]
-            new, first = _read_prompts(models, weights, group, cache_length, temperature, top_p, seed)
+            new, first = _read_prompts(target, models, weights, group, cache_length, temperature, top_p, seed)
             places = [free[min(i, len(group) - 1)] for i in range(_GROUP)]
             state = _insert(_widen(new, slots) if state is None else state, new, jnp.asarray(places))
             for slot, request, token in zip(places, group, first, strict=False):
                 active[slot] = request
                 request.tokens.append(int(token))
         else:
-            state, committed = speculate(models, 0, weights, state)
+            state, committed = speculate(models, PLAIN, weights, state)
             tokens = np.asarray(committed.tokens)[:, 0]
             for slot, request in enumerate(active):
                 if request is not None:
@@ -77,12 +79,13 @@ def _ended(request: Request, stop: frozenset[int], max_new_tokens: int, window: 
     return request.tokens[-1] in stop or len(request.tokens) >= max_new_tokens or full
 
 
-def _read_prompts(models, weights, group: list[Request], cache_length: int, temperature, top_p, seed):
+def _read_prompts(target, models, weights, group: list[Request], cache_length: int, temperature, top_p, seed):
     """Prefills a group, padded to the fixed group size with copies of its last request."""
     padded = group + [group[-1]] * (_GROUP - len(group))
-    ids, lengths = pad_prompts([request.prompt for request in padded])
-    sampling = sampling_for([seed + request.index for request in padded], temperature, top_p, 0)
-    state, first = prefill(models, cache_length, 0, weights, ids, lengths, sampling)
+    prompts = [request.prompt for request in padded]
+    params = [SamplingParams(1, temperature, top_p, seed=seed + request.index) for request in padded]
+    sampling = device_sampling(target, prompts, params)
+    state, first = prefill(models, cache_length, PLAIN, weights, *pad_prompts(prompts), sampling)
     return state, np.asarray(first)
 
 

@@ -49,6 +49,9 @@ def test_a_draft_speculates_and_its_taps_are_told(eagle3, target, draft, tmp_pat
     assert "taps" not in plain.err
     eagle3("generate", *options, "--draft", draft, "--json", file, "what", "--strategy", "chain:2")
     assert {len(row) for row in json.loads(file.read_text())["drafts"]} == {2}
+    penalised = (*options, "--frequency-penalty", 0.5, "--min-p", 0.01, "--min-tokens", 20, "what")
+    tree = eagle3("generate", *penalised, "--draft", draft, "--strategy", "tree:2x2x5")
+    assert tree.out == eagle3("generate", *penalised).out != plain.out
 
 
 def test_a_draft_of_other_weights_is_warned_of(eagle3, target, draft, tmp_path):
@@ -98,6 +101,7 @@ def test_bad_input_is_one_line(eagle3, target, tmp_path):
     assert "needs a draft" in eagle3("generate", "--target", target, "hi", "--strategy", "chain:2").complaint
     assert "not known" in eagle3("generate", "--target", target, "hi", "--strategy", "tree").complaint
     assert "top_p" in eagle3("generate", "--target", target, "hi", "--top-p", "0").complaint
+    assert "min_p 1.0" in eagle3("generate", "--target", target, "hi", "--min-p", "1").complaint
     assert "no such model" in eagle3("generate", "--target", target, "--draft", "nowhere", "hi").complaint
     nowhere = tmp_path / "no" / "result.json"
     assert "no folder" in eagle3("generate", "--target", target, "hi", "--json", nowhere).complaint

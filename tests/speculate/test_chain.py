@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 import eagle3_jax as e3
 from eagle3_jax.speculate.generate import pad_prompts, pair
 from eagle3_jax.speculate.round import prefill, speculate
+from eagle3_jax.speculate.strategy import parse_strategy
 from tests.tiny import random_draft, relative
 
 CASES = ["base", "headdim", "nbr", "normout", "qwen3draft"]
@@ -140,7 +141,7 @@ def test_served_features_are_those_of_a_plain_forward(results) -> None:
     case = results("base")
     models, weights = pair(case.target, case.draft)
     ids, lengths = pad_prompts(case.prompts)
-    state, first = prefill(models, 128, DEPTH, weights, ids, lengths, None)
+    state, first = prefill(models, 128, parse_strategy(f"chain:{DEPTH}"), weights, ids, lengths, None)
     texts = np.asarray([p + a.tokens for p, a in zip(case.prompts, case.answers, strict=True)])
     plain = case.target.forward(texts, taps=case.draft.taps).taps
     size = len(case.prompts[0])
@@ -148,7 +149,7 @@ def test_served_features_are_those_of_a_plain_forward(results) -> None:
     assert first.tolist() == [a.tokens[0] for a in case.answers]
     for served, full in zip(state.draft.features.arrays, plain.arrays, strict=True):
         assert relative(served[:, 0], full[:, size - 1]) < 1e-5
-    state, committed = speculate(models, DEPTH, weights, state)
+    state, committed = speculate(models, parse_strategy(f"chain:{DEPTH}"), weights, state)
     assert state.draft.features.tap_set == case.draft.taps
     for i, count in enumerate(np.asarray(state.draft.count)):
         assert count == committed.accepted[i] + 1
@@ -161,5 +162,6 @@ def test_a_round_refuses_features_of_other_taps(golden_pair) -> None:
     models, weights = pair(*golden_pair)
     ids, lengths = pad_prompts([[5, 6, 7]] * 2)
     wrong = models._replace(taps=e3.TapSet([4, 2, 5]))
+    chain = parse_strategy("chain:3")
     with pytest.raises(e3.WiringError, match=r"expected \[block 2 .* got \[block 4"):
-        jax.eval_shape(lambda w, i, n: prefill(wrong, 128, 3, w, i, n, None), weights, ids, lengths)
+        jax.eval_shape(lambda w, i, n: prefill(wrong, 128, chain, w, i, n, None), weights, ids, lengths)

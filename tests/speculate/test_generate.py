@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import eagle3_jax as e3
-from eagle3_jax.speculate.generate import parse_strategy
 from eagle3_jax.speculate.round import speculate
+from eagle3_jax.speculate.strategy import parse_strategy
 from tests.tiny import ids_of, not_a_number
 
 NEW = 24
@@ -240,4 +240,4 @@ def test_unknown_strategies_are_refused(strategy: str) -> None:
 
 
 def test_known_strategies() -> None:
-    assert [parse_strategy(s) for s in ("plain", "chain:1", "chain:32")] == [0, 1, 32]
+    assert [parse_strategy(s).depth for s in ("plain", "chain:1", "chain:32")] == [0, 1, 32]

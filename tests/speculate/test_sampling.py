@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.speculate.generate import sampling_for
-from eagle3_jax.speculate.sampling import choose, filtered
+from eagle3_jax.speculate.sampling import Random, Sampling, choose, warped
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.4, 0.0, -1.0, -1.5, -3.0])[[3, 0, 6, 1, 7, 2, 5, 4]]  # not sorted
 SAMPLES = 100_000
@@ -28,20 +27,38 @@ def expected(temperature: float, top_p: float, top_k: int) -> np.ndarray:
     return out
 
 
+def random_for(keys, temperature: float, top_p: float, top_k: int, min_p: float = 0.0) -> Random:
+    rows = len(keys)
+    limits = jnp.full(rows, top_k), jnp.full(rows, top_p), jnp.full(rows, min_p)
+    return Random(keys, jnp.full(rows, temperature), *limits)
+
+
+def keys_of(*seeds: int):
+    return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
+
+
+def row(logits=LOGITS):
+    return jnp.asarray(logits, jnp.float32)[None]
+
+
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), SETTINGS)
-def test_filtered_logits_are_the_distribution(temperature: float, top_p: float, top_k: int) -> None:
-    sampling = sampling_for([0], temperature, top_p, top_k)
-    got = jax.nn.softmax(filtered(jnp.asarray(LOGITS, jnp.float32)[None, None], sampling))[0, 0]
+def test_warped_logits_are_the_distribution(temperature: float, top_p: float, top_k: int) -> None:
+    got = jax.nn.softmax(warped(row(), random_for(keys_of(0), temperature, top_p, top_k)))[0]
     np.testing.assert_allclose(got, expected(temperature, top_p, top_k), atol=1e-6)
+
+
+def test_min_p_is_relative_to_the_likeliest_token() -> None:
+    p = np.exp(LOGITS / 0.7 - max(LOGITS) / 0.7)
+    kept = np.asarray(warped(row(), random_for(keys_of(0), 0.7, 1.0, 0, 0.15)))[0] > -np.inf
+    assert kept.tolist() == (p >= 0.15).tolist() and 1 < kept.sum() < len(p)
 
 
 @pytest.fixture(scope="module")
 def draw():
     """Samples at SAMPLES places of one request, compiled once."""
-    places = jnp.arange(SAMPLES)[None]
-    logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (1, SAMPLES, len(LOGITS)))
-    compiled = jax.jit(lambda sampling: choose(logits, places, sampling)[0])
-    return lambda *settings, seed=0: np.asarray(compiled(sampling_for([seed], *settings)))
+    places, logits = jnp.arange(SAMPLES), jnp.repeat(row(), SAMPLES, axis=0)
+    compiled = jax.jit(lambda random: choose(logits, places, Sampling(random)))
+    return lambda *settings, seed=0: np.asarray(compiled(random_for(keys_of(*[seed] * SAMPLES), *settings)))
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), SETTINGS[1:4])
@@ -61,23 +78,26 @@ def test_neighbouring_places_and_seeds_are_independent(draw) -> None:
 
 
 def test_noise_depends_on_request_and_place_alone() -> None:
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 50)), jnp.float32)
-    places = jnp.asarray([[5, 6, 7, 8]] * 3)
-    compiled = jax.jit(choose)
-    together = compiled(logits, places, sampling_for([3, 4, 5], 1.0, 0.9, 0))
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 50)), jnp.float32)
+    places = jnp.asarray([5, 6, 7])
+    together = choose(logits, places, Sampling(random_for(keys_of(3, 4, 5), 1.0, 0.9, 0)))
     for i, seed in enumerate((3, 4, 5)):
-        alone = compiled(logits[i : i + 1, 2:], places[:1, 2:], sampling_for([seed], 1.0, 0.9, 0))
-        np.testing.assert_array_equal(alone[0], together[i, 2:])
+        alone = choose(logits[i : i + 1], places[i : i + 1], Sampling(random_for(keys_of(seed), 1.0, 0.9, 0)))
+        assert alone[0] == together[i]
 
 
-def test_settings_are_each_requests_own() -> None:
-    logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (2, 400, len(LOGITS)))
-    sampling = sampling_for([0, 1], 1.0, 1.0, 0)._replace(top_k=jnp.asarray([1, 0]))
-    chosen = np.asarray(jax.jit(choose)(logits, jnp.broadcast_to(jnp.arange(400), (2, 400)), sampling))
-    assert set(chosen[0]) == {int(np.argmax(LOGITS))} and len(set(chosen[1])) > 4
+def test_settings_are_each_requests_own(draw) -> None:
+    """Top-1, greedy, and free requests in one batch."""
+    rows = 300
+    random = random_for(keys_of(*range(rows)), 1.0, 1.0, 0)
+    random = random._replace(
+        top_k=jnp.where(jnp.arange(rows) < 100, 1, 0), temperature=jnp.where(jnp.arange(rows) < 200, 0.0, 1.0)
+    )
+    chosen = np.asarray(choose(jnp.repeat(row(), rows, axis=0), jnp.arange(rows), Sampling(random)))
+    assert set(chosen[:200]) == {int(np.argmax(LOGITS))} and len(set(chosen[200:])) > 4
 
 
 def test_greedy_is_the_first_largest() -> None:
-    logits = jnp.asarray([[[0.0, 3.0, 3.0, 1.0]]])
-    assert choose(logits, jnp.zeros((1, 1), jnp.int32), None).tolist() == [[1]]
-    assert sampling_for([1, 2], 0.0, 0.5, 3) is None
+    logits, place = jnp.asarray([[0.0, 3.0, 3.0, 1.0]]), jnp.zeros(1, jnp.int32)
+    assert choose(logits, place, None).tolist() == [1]
+    assert choose(logits, place, Sampling(random_for(keys_of(0), 0.0, 0.5, 3))).tolist() == [1]

@@ -1,0 +1,136 @@
+"""What one request asks for: sampling settings, length, stops; checking them, and their device form for a batch."""
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.errors import UserError
+from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.sampling import MinTokens, Penalties, Random, Sampling
+
+_GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them would overflow float32
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one request; `eagle3_jax.generate` takes one, or one for each prompt.
+
+    temperature: 0 = greedy. top_p in (0, 1], top_k (0 = off), min_p in [0, 1): tokens at least min_p times as likely
+    as the likeliest. repetition_penalty (1 = off): logits of tokens in prompt or answer divided by it if positive, else
+    multiplied. presence_penalty, frequency_penalty (0 = off): subtracted from the logits of tokens in the answer, once,
+    and for each time. logit_bias: {token id: added to its logit}. min_tokens: no stop token before so many. seed: None
+    = a random one. stop_token_ids: None = the target's end tokens, () = never stop.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    min_tokens: int = 0
+    seed: int | None = None
+    stop_token_ids: Sequence[int] | None = None
+
+    def stops(self, target: Target) -> frozenset[int]:
+        return frozenset(target.eos_token_ids if self.stop_token_ids is None else self.stop_token_ids)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raises UserError for a setting out of its range; NaN is out of every range."""
+    if params.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {params.max_new_tokens} / it must be at least 1")
+    ranges = {
+        "temperature": (0 <= params.temperature < math.inf, "0 or more"),
+        "top_p": (0 < params.top_p <= 1, "in (0, 1]"),
+        "top_k": (params.top_k >= 0, "0 (off) or more"),
+        "min_p": (0 <= params.min_p < 1, "in [0, 1)"),
+        "repetition_penalty": (0 < params.repetition_penalty < math.inf, "more than 0"),
+        "presence_penalty": (math.isfinite(params.presence_penalty), "a finite number"),
+        "frequency_penalty": (math.isfinite(params.frequency_penalty), "a finite number"),
+        "min_tokens": (0 <= params.min_tokens <= params.max_new_tokens, "between 0 and max_new_tokens"),
+    }
+    for name, (good, rule) in ranges.items():
+        if not good:
+            raise UserError(f"sampling setting {name} {getattr(params, name)} / it must be {rule}")
+    for token, bias in (params.logit_bias or {}).items():
+        if not (isinstance(token, int) and 0 <= token < vocab_size and math.isfinite(bias)):
+            raise UserError(
+                f"sampling setting logit_bias {{{token}: {bias}}} / map ids in 0..{vocab_size - 1} to finite numbers"
+            )
+    if outside := [t for t in params.stop_token_ids or () if not 0 <= t < vocab_size]:
+        raise UserError(f"stop_token_ids: {outside[0]} is outside 0..{vocab_size - 1} / name token ids of the target")
+
+
+def check_prompt(number: int, prompt: list[int], target: Target) -> None:
+    window, vocabulary = target.config.max_positions, target.config.vocab_size
+    if not prompt:
+        raise UserError(f"prompt {number} is empty / give at least one token")
+    if len(prompt) >= window:
+        raise UserError(f"prompt {number} has {len(prompt)} tokens, the target's context is {window} / shorten it")
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        raise UserError(f"prompt {number} has token ids outside 0..{vocabulary - 1} / use the target's own tokenizer")
+
+
+def spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """Settings for each of `count` requests. One set for all: request i uses seed + i."""
+    if isinstance(params, SamplingParams):
+        seed = secrets.randbits(31) if params.seed is None else params.seed
+        return [dataclasses.replace(params, seed=seed + i) for i in range(count)]
+    if len(params) != count:
+        raise UserError(f"{len(params)} sampling settings for {count} prompts / give one, or one for each prompt")
+    return [p if p.seed is not None else dataclasses.replace(p, seed=secrets.randbits(31)) for p in params]
+
+
+def device_sampling(
+    target: Target, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> Sampling | None:
+    """The batch's settings as arrays; None where all requests are greedy and nothing else is set."""
+    size, vocabulary = len(params), target.config.vocab_size
+    random = penalties = bias = minimum = None
+
+    def column(name: str, dtype=jnp.float32) -> jax.Array:
+        return jnp.asarray([getattr(p, name) for p in params], dtype)
+
+    def used(*names: str) -> bool:
+        return any(getattr(p, name) != getattr(SamplingParams, name) for p in params for name in names)
+
+    if not all(p.is_greedy for p in params):
+        keys = jax.vmap(jax.random.key)(jnp.asarray([p.seed % 2**32 for p in params], jnp.uint32))
+        temperature = jnp.asarray([0.0 if p.is_greedy else p.temperature for p in params], jnp.float32)
+        top_k = jnp.minimum(column("top_k", jnp.int32), vocabulary) if used("top_k") else None
+        limits = (column("top_p") if used("top_p") else None, column("min_p") if used("min_p") else None)
+        random = Random(keys, temperature, top_k, *limits)
+    if used("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        seen = np.zeros((size, vocabulary), bool)
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[list(prompt)] = True
+        rates = [column(name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")]
+        penalties = Penalties(*rates, jnp.asarray(seen), jnp.zeros((size, vocabulary), jnp.int32))
+    if any(p.logit_bias for p in params):
+        added = np.zeros((size, vocabulary), np.float32)
+        for row, p in zip(added, params, strict=True):
+            for token, value in (p.logit_bias or {}).items():
+                row[token] = value
+        bias = jnp.asarray(added)
+    if used("min_tokens"):
+        stops = np.zeros((size, vocabulary), bool)
+        for row, p in zip(stops, params, strict=True):
+            row[list(p.stops(target))] = True
+        until = [len(prompt) + p.min_tokens for prompt, p in zip(prompts, params, strict=True)]
+        minimum = MinTokens(jnp.asarray(until, jnp.int32), jnp.asarray(stops))
+    sampling = Sampling(random, penalties, bias, minimum)
+    return None if all(part is None for part in sampling) else sampling

@@ -1,0 +1,128 @@
+"""Speculation leaves the target's distribution as it is: vocabulary of 8, 100,000 requests, the exact answer known.
+
+The first three tokens of all requests are compared with the distribution enumerated from plain forwards, position by
+position and jointly, for chains and trees, drafts as point masses and as samples, good and bad ones.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import eagle3_jax as e3
+from eagle3_jax.speculate.generate import pair
+from eagle3_jax.speculate.request import device_sampling
+from eagle3_jax.speculate.round import prefill, speculate
+from eagle3_jax.speculate.strategy import parse_strategy, with_sampled_drafts
+from tests.tiny import bigram_draft, bigram_target
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimised():
+    """Here running takes longer than compiling."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+SAMPLES, VOCAB, NEW = 100_000, 8, 3
+PROMPT = [5, 2, 6]
+KNOWN = [7, 0, 1, 3, 4, 6]  # the draft's vocabulary, not in order: tokens 2 and 5 can never be drafted
+
+
+@pytest.fixture(scope="module")
+def target() -> e3.Target:
+    return bigram_target(VOCAB, context=0.3)
+
+
+@pytest.fixture(scope="module")
+def exact(target):
+    """(temperature, top_p) -> probability of each of the three tokens after PROMPT together, [8, 8, 8]."""
+    texts = [PROMPT + list(rest) for rest in itertools.product(range(VOCAB), repeat=NEW - 1)]
+    logits = np.asarray(target.forward(np.asarray(texts)).logits, np.float64)[:, len(PROMPT) - 1 :]
+
+    def joint(temperature: float, top_p: float) -> np.ndarray:
+        p = np.exp(logits / temperature)
+        p /= p.sum(-1, keepdims=True)
+        order = np.argsort(-p, axis=-1)
+        falling = np.take_along_axis(p, order, -1)
+        np.put_along_axis(p, order, np.where(np.cumsum(falling, axis=-1) - falling < top_p, falling, 0), -1)
+        p = (p / p.sum(-1, keepdims=True)).reshape(VOCAB, VOCAB, NEW, VOCAB)
+        return p[0, 0, 0][:, None, None] * p[:, 0, 1][:, :, None] * p[:, :, 2]
+
+    return joint
+
+
+@pytest.fixture(scope="module")
+def sample(target):
+    """(strategy, draft, temperature, top_p) -> three tokens of each request, [SAMPLES, 3], and accepted drafts a round.
+
+    The last token of the prompt is the pending one of the first round, so that rounds alone choose the tokens.
+    """
+    one = device_sampling(target, [PROMPT], [e3.SamplingParams(temperature=0.7, top_p=0.9, seed=1)])
+
+    def run(strategy, draft: e3.Draft, temperature: float, top_p: float) -> tuple[np.ndarray, float]:
+        models, weights = pair(target, draft)
+        state, _ = prefill(models, 16, strategy, weights, jnp.asarray([PROMPT[:-1]]), jnp.asarray([2]), one)
+        last = jnp.asarray([PROMPT[-1]], jnp.int32)
+        known = state.draft._replace(next_ids=jnp.full_like(state.draft.next_ids, PROMPT[-1]))
+        state = state._replace(pending=last, draft=known)
+        state = jax.tree.map(lambda x: jnp.repeat(x, SAMPLES, axis=0), state)
+        changes = {"temperature": jnp.full(SAMPLES, temperature), "top_p": jnp.full(SAMPLES, top_p)}
+        random = state.sampling.random._replace(key=jax.random.split(jax.random.key(3), SAMPLES), **changes)
+        state = state._replace(sampling=state.sampling._replace(random=random))
+        out, count, rates = np.full((SAMPLES, NEW), -1), np.zeros(SAMPLES, int), []
+        while count.min() < NEW:
+            state, committed = speculate(models, strategy, weights, state)
+            new, accepted = np.asarray(committed.tokens), np.asarray(committed.accepted)
+            rates.append(accepted.mean())
+            for i in range(new.shape[1]):
+                rows = np.flatnonzero((accepted >= i) & (count + i < NEW))
+                out[rows, count[rows] + i] = new[rows, i]
+            count += accepted + 1
+        return out, rates[0]
+
+    return run
+
+
+def assert_follows(tokens: np.ndarray, wanted: np.ndarray) -> None:
+    """Total variation under 0.01 and a chi-square test at each position, and a chi-square test of all three at once."""
+    cells = np.ravel_multi_index(tokens.T, wanted.shape)
+    counts = np.bincount(cells, minlength=wanted.size).reshape(wanted.shape)
+    for position in range(NEW):
+        others = tuple(i for i in range(NEW) if i != position)
+        seen, p = counts.sum(others), wanted.sum(others)
+        assert 0.5 * np.abs(seen / len(tokens) - p).sum() < 0.01, position
+        assert chi_square(seen, p) > 1e-4, position
+    assert chi_square(counts.ravel(), wanted.ravel()) > 1e-4
+
+
+def chi_square(seen: np.ndarray, p: np.ndarray) -> float:
+    """p-value; cells expected fewer than five times are joined."""
+    assert (seen[p == 0] == 0).all()
+    expected = p * seen.sum()
+    rare = expected < 5
+    seen = np.append(seen[~rare], seen[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    filled = expected > 0
+    return stats.chisquare(seen[filled], expected[filled]).pvalue
+
+
+RUNS = [(0.05, 1.0, 1.0), (0.5, 0.7, 0.9)]  # noise of the draft (it is good, it is fair), temperature, top_p
+BAD = (3.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["point masses", "sampled drafts"])
+@pytest.mark.parametrize("strategy", ["chain:2", "tree:2x3x7"])
+def test_the_distribution_is_the_targets(target, exact, sample, strategy: str, sampled: bool) -> None:
+    shape = parse_strategy(strategy)
+    shape = with_sampled_drafts(shape) if sampled else shape
+    rates = []
+    for noise, *setting in [*RUNS, BAD] if sampled else RUNS:
+        tokens, rate = sample(shape, bigram_draft(target, noise, KNOWN), *setting)
+        assert_follows(tokens, exact(*setting))
+        rates.append(rate)
+    assert min(rates) > 0 and (rates[0] > rates[-1] or not sampled)  # or nothing was put to the test
