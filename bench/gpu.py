@@ -12,13 +12,14 @@ second run takes its programs from there.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -173,21 +174,13 @@ def cases(pair: RandomPair, batch: int, rows: list[int], depth: int, context: in
     yield from (block(count) for count in rows if count != depth + 1)
 
 
-def start_compiling(listed: Iterator[Case], threads: int, clock: Clock) -> tuple[list[tuple[Case, Future]], bool]:
-    """The cases with their compiled programs, and whether these are all; nothing is begun after the time is over.
+def begin_compiling(pool: ThreadPoolExecutor, listed: Iterable[Case], clock: Clock) -> list[tuple[Case, Future]]:
+    """Each case with its compiled program to come, or None to come if its turn is after the time allowed."""
 
-    Returns when no thread compiles any more, so that nothing else runs on the device while calls are timed.
-    """
-    pool, begun, complete = ThreadPoolExecutor(threads), [], True
-    for case in listed:
-        begun.append((case, pool.submit(case.program.compile)))
-        if not clock.left:
-            complete = False
-            break
-    wait([future for _, future in begun], timeout=clock.left)
-    pool.shutdown(wait=True, cancel_futures=True)
-    done = [(case, future) for case, future in begun if not future.cancelled()]
-    return done, complete and len(done) == len(begun)
+    def compile_in_time(case: Case) -> jax.stages.Compiled | None:
+        return case.program.compile() if clock.left else None
+
+    return [(case, pool.submit(compile_in_time, case)) for case in listed]
 
 
 def filled(carry: Any, context: int) -> Any:
@@ -284,37 +277,56 @@ def measure(options: argparse.Namespace, say: Callable[[str], None], save: Calla
     report = {"shape": options.shape, "context": options.context, "machine": describe_machine(), "versions": versions}
     report |= {"copy_gb_s": bandwidth / 1e9, "target_gb": pair.target_bytes / 1e9}
     rows: list[Row] = []
-    report |= {"rows": rows, "failed": [], "complete": True}
+    expected = len(options.batch) * (3 + len({*options.rows, options.depth + 1}))
+    report |= {"rows": rows, "failed": [], "complete": False}
     say(f"{options.shape}, bf16, context {options.context}, {report['machine']['device']}, jax {versions['jax']}")
     say(f"copy bandwidth {report['copy_gb_s']:.0f} GB/s; weights read by a step {report['target_gb']:.2f} GB")
     say(text({key: title for key, (title, _, _) in _COLUMNS.items()}))
-    for batch in options.batch:
-        if not clock.left:
-            report["complete"] = False
-            break
+
+    def traced(batch: int) -> Iterator[Case]:
         listed = cases(pair, batch, options.rows, options.depth, options.context)
-        programs, complete = start_compiling(listed, options.threads, clock)
-        report["complete"] &= complete
-        say(f"{len(programs)} programs for batch {batch} compiled, {clock.spent:.0f} s after the start")
-        before: list[Row] = []
-        for case, future in programs:
-            try:
-                timing = time_calls(future.result(), case.weights, filled(case.carry, options.context), options.context)
-            except jax.errors.JaxRuntimeError as error:  # too large for this device, say: the others still count
-                report["failed"].append({"batch": batch, "what": case.what, "rows": case.rows, "error": str(error)})
-                say(f"batch {batch} {case.what} {case.rows} failed: {str(error).splitlines()[0]}")
-                if not before:
-                    break  # everything else is told in relation to plain decoding
-                continue
-            before.append(row(case, batch, timing, before, bandwidth))
-            say(text(before[-1]))
-        rows += before
-        report["seconds"] = clock.spent
+        return itertools.takewhile(lambda _: clock.left, listed)
+
+    upcoming: Iterable[Case] = traced(options.batch[0])
+    for batch, following in itertools.zip_longest(options.batch, options.batch[1:]):
+        with ThreadPoolExecutor(options.threads) as pool:
+            programs = begin_compiling(pool, upcoming, clock)
+            upcoming = [] if following is None else list(traced(following))  # while those compile
+        say(f"programs for batch {batch} compiled, {clock.spent:.0f} s after the start")
+        rows += measure_batch(programs, batch, options.context, bandwidth, report["failed"], say)
+        report |= {"complete": len(rows) == expected, "seconds": clock.spent}
         save(report)
     say(_EXPLANATION)
     if not report["complete"]:
-        say(f"cut: the {options.seconds:g} s of --seconds were over before every program was compiled")
+        late = f"a program that failed or was not begun within {options.seconds:g} s (--seconds) has none"
+        say(f"incomplete: {len(rows)} of {expected} rows; {late}")
     return report
+
+
+def measure_batch(
+    programs: list[tuple[Case, Future]],
+    batch: int,
+    context: int,
+    bandwidth: float,
+    failed: list[dict[str, Any]],
+    say: Callable[[str], None],
+) -> list[Row]:
+    """Times the programs that were compiled, plain first; one that fails (too large, say) is told and left out."""
+    rows: list[Row] = []
+    for case, future in programs:
+        try:
+            if (program := future.result()) is None:
+                continue
+            timing = time_calls(program, case.weights, filled(case.carry, context), context)
+        except jax.errors.JaxRuntimeError as error:
+            failed.append({"batch": batch, "what": case.what, "rows": case.rows, "error": str(error)})
+            say(f"batch {batch} {case.what} {case.rows} failed: {str(error).splitlines()[0]}")
+            if case.what == "plain":
+                break  # everything else is told in relation to it
+            continue
+        rows.append(row(case, batch, timing, rows, bandwidth))
+        say(text(rows[-1]))
+    return rows
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -324,7 +336,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=_numbers, default=[1, 2, 4, 8, 16, 32, 64], help="verified, comma-separated")
     parser.add_argument("--depth", type=_number, default=7, help="draft tokens of a round (7)")
     parser.add_argument("--context", type=_number, default=1024, help="tokens read before (1024)")
-    parser.add_argument("--seconds", type=float, default=180, help="after so many, no compiling is begun (180)")
+    parser.add_argument("--seconds", type=float, default=180, help="after so many, no program is begun (180)")
     parser.add_argument("--threads", type=_number, default=os.cpu_count() or 1, help="that compile (one a core)")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args(arguments)

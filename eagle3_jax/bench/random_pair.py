@@ -30,8 +30,8 @@ _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 _SHAPES = {
     "llama-3.1-8b": ((128256, 4096, 14336, 32, 32, 8, 128), False, _LLAMA3 | {"factor": 8.0}, 32000),
     "llama-3.2-1b": ((128256, 2048, 8192, 16, 32, 8, 64), True, _LLAMA3 | {"factor": 32.0}, 32000),
-    "tiny": ((512, 64, 96, 8, 4, 2, 16), False, _PLAIN_ROPE, 128),
-    "tiny-tied": ((512, 64, 96, 8, 4, 2, 16), True, _PLAIN_ROPE, 128),
+    "tiny": ((512, 64, 96, 7, 4, 2, 16), False, _PLAIN_ROPE, 128),
+    "tiny-tied": ((512, 64, 96, 7, 4, 2, 16), True, _PLAIN_ROPE, 128),
 }
 SHAPES = tuple(_SHAPES)
 
