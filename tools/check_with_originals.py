@@ -112,13 +112,15 @@ def inputs(draft):
 
 def worst_difference(draft, theirs: dict) -> float:
     """Largest relative difference of a step's logits to `theirs` (logits.STEP [1, T-1, columns]) on valid slots."""
+    import jax.numpy as jnp
     import numpy as np
 
     import eagle3_jax as e3
 
     ids, features = inputs(draft)
+    taps = e3.Taps.from_fused(jnp.asarray(features), draft.taps)
     worst = 0.0
-    for step, logits in enumerate(draft.ttt_forward(e3.Taps.from_fused(features, draft.taps), ids, STEPS)):
+    for step, logits in enumerate(draft.ttt_forward(taps, ids, STEPS)):
         reference = theirs[f"logits.{step}"][:, : LENGTH - 1 - step]
         ours = np.asarray(logits)[:, : LENGTH - 1 - step, : reference.shape[-1]]
         worst = max(worst, float(np.linalg.norm(ours - reference) / np.linalg.norm(reference)))
