@@ -38,10 +38,12 @@ def bench_command(
     from eagle3_jax.data.template import prompt_ids
     from eagle3_jax.draft.draft import binding_warning, load_draft
     from eagle3_jax.speculate.generate import window_warning
+    from eagle3_jax.speculate.request import SamplingParams, check_params
     from eagle3_jax.speculate.strategy import parse_strategy
 
     for name in names:
         parse_strategy(name)
+    check_params(SamplingParams(max_new_tokens, temperature), loaded.config.vocab_size)
     bound = load_draft(draft, dtype, target=loaded)
     for warning in filter(None, (binding_warning(bound, loaded), window_warning(bound, loaded))):
         note(warning)

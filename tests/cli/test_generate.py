@@ -49,9 +49,8 @@ def test_a_draft_speculates_and_its_taps_are_told(eagle3, target, draft, tmp_pat
     assert "taps" not in plain.err
     eagle3("generate", *options, "--draft", draft, "--json", file, "what", "--strategy", "chain:2")
     assert {len(row) for row in json.loads(file.read_text())["drafts"]} == {2}
-    penalised = (*options, "--frequency-penalty", 0.5, "--min-p", 0.01, "--min-tokens", 20, "what")
-    tree = eagle3("generate", *penalised, "--draft", draft, "--strategy", "tree:2x2x5")
-    assert tree.out == eagle3("generate", *penalised).out != plain.out
+    tree = eagle3("generate", *options, "what", "--draft", draft, "--strategy", "tree:2x2x5")
+    assert tree.out == plain.out
 
 
 def test_a_draft_of_other_weights_is_warned_of(eagle3, target, draft, tmp_path):
@@ -101,7 +100,12 @@ def test_bad_input_is_one_line(eagle3, target, tmp_path):
     assert "needs a draft" in eagle3("generate", "--target", target, "hi", "--strategy", "chain:2").complaint
     assert "not known" in eagle3("generate", "--target", target, "hi", "--strategy", "tree").complaint
     assert "top_p" in eagle3("generate", "--target", target, "hi", "--top-p", "0").complaint
-    assert "min_p 1.0" in eagle3("generate", "--target", target, "hi", "--min-p", "1").complaint
+    for setting, value in (("min_p", 1.0), ("repetition_penalty", 0.0), ("min_tokens", 129)):
+        flag = f"--{setting.replace('_', '-')}"
+        assert f"{setting} {value}" in eagle3("generate", "--target", target, "hi", flag, value).complaint
+    for setting in ("presence_penalty", "frequency_penalty"):
+        flag = f"--{setting.replace('_', '-')}"
+        assert f"{setting} nan" in eagle3("generate", "--target", target, "hi", flag, "nan").complaint
     assert "no such model" in eagle3("generate", "--target", target, "--draft", "nowhere", "hi").complaint
     nowhere = tmp_path / "no" / "result.json"
     assert "no folder" in eagle3("generate", "--target", target, "hi", "--json", nowhere).complaint
