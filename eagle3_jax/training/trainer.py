@@ -311,6 +311,7 @@ def evaluate(run: Run, state: TrainState) -> dict[str, Any]:
 def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: dict[str, Any], say) -> dict[str, Any]:
     """Exports the checkpoint with the best held-out tau and writes result.json, in that order."""
     best, step = run.checkpoints.best_step(), int(state.step)
+    total = step
     if best is not None and best != step:
         candidate, extra, _ = run.checkpoints.restore(state, best)
         if extra["heldout"]["simulated_tau"] > heldout["simulated_tau"]:
@@ -327,7 +328,7 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
     result = {
         "name": run.config.name,
         "step": step,
-        "total_steps": int(state.step),
+        "total_steps": total,
         "taps": list(run.draft.taps),
         "heldout": heldout,
         "passes": run.config.training.epochs,

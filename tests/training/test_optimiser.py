@@ -99,7 +99,7 @@ def test_schedules() -> None:
 def test_masters_and_moments_are_float32_even_when_computing_in_bfloat16(world, tmp_path) -> None:
     config = world.config(tmp_path, training={"compute_dtype": "bfloat16"})
     run = trainer.prepare(config, config.run_dir, world.target, None, lambda line: None)
-    state, _ = trainer._start(run, lambda line: None)
+    state, _, _ = trainer._start(run, lambda line: None)
     before = jax.tree.map(np.asarray, state.trainable)
     batch = make_batch(run.train, [0, 1], 2)
     # A rate so small that a bfloat16 weight would not move.
