@@ -14,12 +14,21 @@ _RECENT = 20  # steps whose times count: old ones may be from a busier machine
 class Budget:
     """Passes, steps a pass and seconds (None = no limit). `pass_steps`: how many steps each pass has.
 
-    pass_steps is all rows until the first pass is cut short; a resumed run gives the number it had found.
+    pass_steps is all rows until the first pass is cut short; a resumed run gives the number it had found, and the
+    `expected` steps of the whole run, which stand until a step has been timed.
     """
 
-    def __init__(self, passes: int, all_steps: int, seconds: float | None, pass_steps: int | None = None):
+    def __init__(
+        self,
+        passes: int,
+        all_steps: int,
+        seconds: float | None,
+        pass_steps: int | None = None,
+        expected: float | None = None,
+    ):
         self.passes, self.all_steps, self.seconds = passes, all_steps, seconds
         self.pass_steps = all_steps if pass_steps is None else pass_steps
+        self._expected = float(passes * self.pass_steps) if expected is None else expected
         self._first: deque[float] = deque(maxlen=_RECENT)
         self._later: deque[float] = deque(maxlen=_RECENT)
 
@@ -28,9 +37,11 @@ class Budget:
 
         The first step of a call compiles: leave it out.
         """
-        if step < self.pass_steps:
+        new = step < self.pass_steps
+        if new:
             self._first.append(seconds)
-        self._later.append(seconds - of_features)
+        # After a resume, features are computed again in later passes: time that those passes do take.
+        self._later.append(seconds - of_features if new else seconds)
 
     def total(self, step: int, elapsed: float) -> float:
         """Expected steps of the whole run after `step` steps and `elapsed` seconds; never less than `step`.
@@ -44,7 +55,7 @@ class Budget:
             self.pass_steps = min(self.pass_steps, max(step, 1))
             return float(step)
         if not self._later:
-            return float(max(self.passes * self.pass_steps, step))
+            return max(self._expected, float(step))
         later = statistics.median(self._later)
         if 0 < step < self.pass_steps and self._first:
             more = (left - others * step * later) / (statistics.median(self._first) + others * later)

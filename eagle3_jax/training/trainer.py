@@ -200,12 +200,13 @@ def _start(run: Run, say) -> tuple[TrainState, Budget, float]:
     # Copies: some weights begin as the target's own arrays, and the step takes its state's memory over.
     trainable = jax.tree.map(lambda p: jnp.array(p, jnp.float32), trainable)
     state = TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32))
-    training, extra = run.config.training, {"seconds": 0.0, "pass_steps": None}
+    training, extra = run.config.training, {"seconds": 0.0, "pass_steps": None, "expected": None}
     if run.checkpoints.latest is not None:
         state, extra, step = run.checkpoints.restore(state)
         state = jax.tree.map(jnp.asarray, state)
     limit = None if training.minutes is None else 60 * training.minutes
-    budget = Budget(training.epochs, steps_an_epoch(run.train, training.batch_rows), limit, extra["pass_steps"])
+    all_steps = steps_an_epoch(run.train, training.batch_rows)
+    budget = Budget(training.epochs, all_steps, limit, extra["pass_steps"], extra["expected"])
     if run.checkpoints.latest is not None:
         say(f"resuming at step {step} of {budget.total(step, extra['seconds']):.0f}")
     return state, budget, extra["seconds"]
@@ -222,7 +223,7 @@ def _loop(
     with deferred_interrupt() as interrupted:
         while step < (total := budget.total(step, time.perf_counter() - began)):
             if interrupted.is_set():
-                run.checkpoints.save(step, state, _extra(budget, None, time.perf_counter() - began), None)
+                run.checkpoints.save(step, state, _extra(budget, total, None, time.perf_counter() - began), None)
                 raise KeyboardInterrupt(f"stopped at step {step} of {total:.0f} / {folder} / --resume goes on")
             begin = time.perf_counter()
             chosen = rows_of_step(step, rows, training.batch_rows, training.seed, budget.pass_steps)
@@ -254,14 +255,14 @@ def _loop(
                 interrupted.set()
             if step >= total or step % training.checkpoint_every == 0:
                 tau = None if heldout is None else heldout["simulated_tau"]
-                run.checkpoints.save(step, state, _extra(budget, heldout, elapsed), tau)
+                run.checkpoints.save(step, state, _extra(budget, total, heldout, elapsed), tau)
         return state, heldout or evaluate(run, state)
 
 
-def _extra(budget: Budget, heldout: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+def _extra(budget: Budget, total: float, heldout: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
     """What a checkpoint keeps beside the arrays."""
     decided = budget.pass_steps if budget.pass_steps < budget.all_steps else None
-    return {"heldout": heldout, "seconds": seconds, "pass_steps": decided}
+    return {"heldout": heldout, "seconds": seconds, "pass_steps": decided, "expected": total}
 
 
 def _features(run: Run, stored: StoredFeatures | None, cache: FeatureCache, rows: list[int], batch):

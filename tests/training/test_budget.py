@@ -63,6 +63,20 @@ def test_resumed_after_the_first_pass_was_cut() -> None:
     assert (steps, elapsed) == (500, 1400.0) and budget.pass_steps == 100
 
 
+def test_resumed_in_the_first_pass() -> None:
+    """Before a step is timed, the progress, and so the learning rate, is what it was."""
+    budget = Budget(5, 10_000, 1400.0, expected=500.0)
+    assert budget.total(60, 700.0) == 500.0
+    budget.observe(60, 10.0, 9.0)
+    assert budget.total(61, 710.0) == pytest.approx(5 * (61 + (690 - 4 * 61) / 14))
+
+
+def test_features_computed_again_after_a_resume_take_time() -> None:
+    budget = Budget(5, 10_000, 1400.0, pass_steps=100, expected=500.0)
+    budget.observe(300, 10.0, 9.0)
+    assert budget.total(301, 1300.0) == pytest.approx(311)
+
+
 def test_time_left_in_and_after_the_first_pass() -> None:
     budget = Budget(5, 100, None)
     assert budget.seconds_left(0, 0.0) == 0.0 and Budget(5, 100, 60.0).seconds_left(0, 20.0) == 40.0
