@@ -17,7 +17,7 @@ from eagle3_jax.doctor.states import States, batches, own_answers, pack_rows, se
 from eagle3_jax.doctor.wiring import Wiring
 from eagle3_jax.models.target import Target
 
-SCREEN_TOKENS = 1024
+SCREEN_TOKENS = 512  # a batch; the one with the most answer tokens serves for screening
 FINALISTS = 5
 _ROUNDS = 3
 SIGNIFICANT = 3.0  # standard errors: some hundred wirings are compared
@@ -57,7 +57,8 @@ def diagnose(
     say(f"target states of {packed.report.supervised_tokens} answer tokens in {len(parts)} batches")
     states = [target_states(target, part) for part in parts]
     measurer = Measurer(opened.stored.bind(target), opened.maps, target.config.vocab_size)
-    screened = _screen(target, opened, measurer, states[:1], parts[:1], say)
+    fullest = max(range(len(parts)), key=lambda i: int(parts[i].loss_mask.sum()))
+    screened = _screen(target, opened, measurer, [states[fullest]], [parts[fullest]], say)
     networks = _finalists(opened.declared, screened)
     say(f"{len(screened)} wirings screened; measuring the best {len(networks)} networks to depth {depth}")
     measured = measurer.measure(networks, states, parts, depth)

@@ -94,6 +94,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     tensors = target_tensors(target_config(**SHAPE))
     for name, tensor in tensors.items():  # larger weights: answers that vary, and choices that are clear
         tensor *= 1 if "norm" in name else 8 if "lm_head" in name else 2 if "embed" in name else 1.5
+    tensors["model.norm.weight"][:] = 1 + 2.5 * (tensors["model.norm.weight"] - 1)  # so that leaving it out shows
     folder = write_target(root / "target", tensors=tensors, **SHAPE)
     target = e3.load_target(folder, "float32")
     ids = np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (DOCUMENTS, LENGTH))
@@ -119,5 +120,5 @@ def drafts(world: World) -> dict[str, Draft]:
 
 @pytest.fixture(scope="session")
 def doctor(world: World):
-    """Diagnoses an opened draft on all documents, to depth 2: half the compilation of depth 4."""
-    return lambda opened: diagnose(world.target, opened, world.documents, 4096, depth=2)
+    """Diagnoses an opened draft on all documents; to depth 2, which compiles in half the time of depth 4."""
+    return lambda opened, depth=2: diagnose(world.target, opened, world.documents, 4096, depth=depth)

@@ -120,7 +120,7 @@ def test_a_planted_fault_is_found_and_repaired(world, doctor, drafts, tmp_path, 
     e3.save_draft(good, tmp_path / "ill", speculative_tokens=5)
     (FAULTS | NORM_FAULTS)[fault](tmp_path / "ill")
     opened = open_draft(tmp_path / "ill", world.target)
-    diagnosis = doctor(opened)
+    diagnosis = doctor(opened, 4 if fault == "norm_output" else 2)  # what is fed back shows with depth
     best, declared = diagnosis.best, diagnosis.declared
     assert best.wiring.config == good.config, verdict(diagnosis, LAYERS)
     assert np.array_equal(opened.maps[best.wiring.d2t], good.d2t)
