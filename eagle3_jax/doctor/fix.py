@@ -4,13 +4,18 @@ import dataclasses
 from pathlib import Path
 
 from eagle3_jax.doctor.measure import norm_weights
-from eagle3_jax.doctor.opening import Opened
+from eagle3_jax.doctor.opening import Opened, is_map
 from eagle3_jax.doctor.wiring import TEACHERS, Wiring
 from eagle3_jax.draft.draft import Draft, draft_graph, save_draft
 
 
 def repairable(best: Wiring, opened: Opened) -> bool:
-    """Whether a config or a vocabulary map can say what differs; what the draft was trained to predict, none can."""
+    """Whether a config or a vocabulary map can say what differs; what the draft was trained to predict, none can.
+
+    Nor is a reading of the map that is no map of distinct target ids written.
+    """
+    if not is_map(opened.maps[best.d2t], best.config.decoder.vocab_size):
+        return False
     said = dataclasses.replace(best, teacher=TEACHERS[0])
     return not best.last_normed and (said != opened.declared or bool(opened.faults))
 

@@ -25,7 +25,7 @@ from eagle3_jax.training.loss import supervised
 from eagle3_jax.training.step import Batch
 
 DEPTH = 4
-_PIECE = 16  # slots, and the fewest clusters
+_PIECE = 16  # slots of a cluster where documents are too few or too unequal; also the fewest clusters
 _FLOOR = -15.0  # nats: what a choice outside the draft vocabulary, or a hopeless one, costs at most
 
 
@@ -98,11 +98,11 @@ class Measurer:
 
         wirings differ in taps or network; their own reading and teacher are ignored.
         """
-        slots = _slots(parts, steps)
+        slots = slots_of(parts, steps)
         return [m for wiring in wirings for m in self._readings(wiring, states, parts, slots, steps)]
 
     def _readings(
-        self, wiring: Wiring, states: list[States], parts: list[Batch], slots: "_Slots", steps: int
+        self, wiring: Wiring, states: list[States], parts: list[Batch], slots: "Slots", steps: int
     ) -> list[Measured]:
         graph, params = self._network(wiring.config, steps)
         theta = jnp.float32(wiring.config.decoder.rope.theta)
@@ -192,7 +192,7 @@ def _draft_steps(
         rope = _TracedRope(**{**vars(decoder.rope), "theta": theta})
         model.config = dataclasses.replace(model.config, decoder=dataclasses.replace(decoder, rope=rope))
     places: TapSet = model.config.taps
-    taps = Taps([states.stack[rows[i]].astype(model.fc.weight[...].dtype) for i in places], places)
+    taps = Taps([states.stack[rows[i]].astype(jnp.float32) for i in places], places)
     positions = document_positions(batch.document_ids)
     logits, _ = ttt_forward(model, taps, batch.ids, positions, batch.document_ids, steps)
 
@@ -213,9 +213,10 @@ def _draft_steps(
 
 
 @dataclass(frozen=True)
-class _Slots:
+class Slots:
     """chosen: bool [B, slots] a batch, those supervised at depth 1, n in all. counted: bool [S, n], whether a slot
-    counts at each depth. cluster: int [n]: documents, or pieces of 16 slots where there are fewer than 16 documents.
+    counts at each depth. cluster: int [n]: documents, or pieces of 16 slots of a document where those weigh less than
+    16 equal ones.
     """
 
     chosen: list[np.ndarray]
@@ -223,7 +224,7 @@ class _Slots:
     cluster: np.ndarray
 
 
-def _slots(parts: list[Batch], steps: int) -> _Slots:
+def slots_of(parts: list[Batch], steps: int) -> Slots:
     chosen, counted, documents = [], [], []
     for number, batch in enumerate(parts):
         loss_mask, document_ids = jnp.asarray(batch.loss_mask), jnp.asarray(batch.document_ids)
@@ -235,9 +236,20 @@ def _slots(parts: list[Batch], steps: int) -> _Slots:
         counted.append(masks[:, masks[0]])
         documents.append((first[:, None] + np.asarray(batch.document_ids)[:, :-1])[masks[0]])
     cluster = np.unique(np.concatenate(documents), return_inverse=True)[1]
-    if cluster.max(initial=0) < _PIECE - 1:
-        cluster = np.arange(len(cluster)) // _PIECE
-    return _Slots(chosen, np.concatenate(counted, axis=-1), cluster)
+    if effective_clusters(cluster) < _PIECE:
+        first = np.unique(cluster, return_index=True)[1][cluster]  # a document's slots lie together
+        pieces = np.stack([cluster, (np.arange(len(cluster)) - first) // _PIECE])
+        cluster = np.unique(pieces, axis=1, return_inverse=True)[1].reshape(-1)
+    return Slots(chosen, np.concatenate(counted, axis=-1), cluster)
+
+
+def effective_clusters(cluster: np.ndarray) -> float:
+    """How many clusters of equal size weigh as much as these, int [n]: (sum of sizes)^2 / sum of squared sizes.
+
+    `Measured.above` cannot exceed its root.
+    """
+    sizes = np.bincount(cluster).astype(float)
+    return float(sizes.sum() ** 2 / max((sizes**2).sum(), 1.0))
 
 
 def _inverse(absolute: np.ndarray, vocab_size: int) -> np.ndarray:

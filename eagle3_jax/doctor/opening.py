@@ -15,11 +15,11 @@ import numpy as np
 from eagle3_jax.data.vocabulary import check_map, to_offsets
 from eagle3_jax.doctor.wiring import FLAGS, MAPS, Wiring
 from eagle3_jax.draft.config import DraftConfig
-from eagle3_jax.draft.draft import Draft, assemble, checkpoint_of, load_draft
+from eagle3_jax.draft.draft import Draft, assemble, checkpoint_of, load_draft, read_checkpoint
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target, resolve
 from eagle3_jax.models.weights import read_json, read_tensors, safetensors_files
-from eagle3_jax.taps import WiringError, paper_taps
+from eagle3_jax.taps import UnknownTaps, WiringError, paper_taps
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ def open_draft(path: str | Path, target: Target) -> Opened:
         place = resolve(path)
         raw = read_json(place / "config.json")
         if raw.get("speculators_model_type") != "eagle3":
-            raise
+            if not isinstance(refusal, UnknownTaps):
+                raise
+            return _with_likely_taps(place, target, refusal)
         tensors = dict(read_tensors(safetensors_files(place)))
         flags = {flag: bool(raw.get(flag, False)) for flag in FLAGS}
         offsets, member = tensors.get("d2t"), tensors.get("t2d")
@@ -62,6 +64,14 @@ def open_draft(path: str | Path, target: Target) -> Opened:
         if not faults:
             raise
         return _opened(stored, declared, offsets, member, faults, place)
+
+
+def _with_likely_taps(place: Path, target: Target, refusal: UnknownTaps) -> Opened:
+    """A draft of another system that names no taps, or so that systems differ: its likeliest ones are declared."""
+    taps = refusal.readings[0] if refusal.readings else paper_taps(target.num_layers)
+    stored = assemble(read_checkpoint(place, taps, num_layers=target.num_layers), str(place))
+    fault = f"{str(refusal).split(' / ')[0]}; taken here: {taps.words(target.num_layers)}"
+    return _opened(stored, stored.config, to_offsets(stored.d2t), None, [fault], place)
 
 
 def _opened(stored: Draft, declared: DraftConfig, offsets, member, faults: list[str], place: Path) -> Opened:
@@ -86,12 +96,13 @@ def readings(offsets: np.ndarray | None, member: np.ndarray | None, size: int, v
     declared = next(iter(found)) if offsets is not None else "none"
     kept = {declared: np.asarray(found[declared]).clip(-1, vocab).astype(np.int32)}
     for name in MAPS:
-        if name in found and _is_map(found[name], vocab) and not _among(found[name], kept):
+        if name in found and is_map(found[name], vocab) and not _among(found[name], kept):
             kept[name] = found[name].astype(np.int32)
     return kept
 
 
-def _is_map(absolute: np.ndarray, vocab: int) -> bool:
+def is_map(absolute: np.ndarray, vocab: int) -> bool:
+    """Whether int [Vd] are distinct target ids."""
     inside = absolute.min() >= 0 and absolute.max() < vocab
     return bool(inside and np.unique(absolute).size == absolute.size)
 
@@ -146,7 +157,7 @@ def _mend_map(raw: dict[str, Any], tensors: dict[str, np.ndarray], vocab: int) -
             raise UserError(f"the draft vocabulary has {size} of {vocab} tokens but there is no d2t map")
         check_map(offsets, member, vocab)
     except UserError as error:
-        valid = [m for m in readings(offsets, member, size, vocab).values() if _is_map(m, vocab)]
+        valid = [m for m in readings(offsets, member, size, vocab).values() if is_map(m, vocab)]
         tensors["d2t"] = to_offsets(valid[0])
         tensors.pop("t2d", None)
         return [str(error)]

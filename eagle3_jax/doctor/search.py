@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from eagle3_jax.data.template import Document
 from eagle3_jax.doctor.candidates import network_candidates, reversed_feedback, tap_candidates
-from eagle3_jax.doctor.measure import DEPTH, Measured, Measurer
+from eagle3_jax.doctor.measure import DEPTH, Measured, Measurer, effective_clusters, slots_of
 from eagle3_jax.doctor.opening import Opened
 from eagle3_jax.doctor.states import States, batches, own_answers, pack_rows, select_documents, target_states
 from eagle3_jax.doctor.wiring import Wiring
+from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 
 SCREEN_TOKENS = 512  # a batch; the one with the most answer tokens serves for screening
@@ -51,9 +52,17 @@ def diagnose(
     say: Callable[[str], None] = lambda line: None,
     depth: int = DEPTH,
 ) -> Diagnosis:
-    """Measures the draft under every plausible wiring on about `tokens` tokens of documents (ids, loss mask)."""
+    """Measures the draft under every plausible wiring on about `tokens` tokens of documents (ids, loss mask).
+
+    Raises UserError where these hold too few answer tokens for any difference to be significant.
+    """
     packed = pack_rows(select_documents(documents, tokens))
     parts = list(batches(packed, SCREEN_TOKENS))
+    if effective_clusters(slots_of(parts, 1).cluster) <= SIGNIFICANT**2:
+        raise UserError(
+            f"{packed.report.supervised_tokens} answer tokens among about {tokens} are too few to tell wirings apart / "
+            "give data with longer answers, or raise --tokens"
+        )
     say(f"target states of {packed.report.supervised_tokens} answer tokens in {len(parts)} batches")
     states = [target_states(target, part) for part in parts]
     measurer = Measurer(opened.stored.bind(target), opened.maps, target.config.vocab_size)
@@ -118,6 +127,8 @@ def _decide(declared: Measured, measured: list[Measured]) -> tuple[Measured, lis
     """The simplest wiring that is not significantly worse than the top one, and the others of which that is true."""
     top = max(measured, key=lambda m: m.tokens)
     level = [m for m in measured if m is top or top.above(m) <= SIGNIFICANT]
+    if declared.wiring not in [m.wiring for m in level]:  # then what takes its place must be better than it
+        level = [m for m in level if m is top or m.above(declared) > SIGNIFICANT]
     best = min(level, key=lambda m: (len(m.wiring.changes(declared.wiring)), -m.tokens))
     return best, sorted((m for m in level if m is not best), key=lambda m: -m.tokens)
 

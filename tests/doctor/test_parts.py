@@ -1,19 +1,22 @@
 """The parts of the doctor: statistics that do not decide from noise, candidates, vocabulary readings, serving lines."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from eagle3_jax.doctor.candidates import tap_candidates
-from eagle3_jax.doctor.measure import Measured
-from eagle3_jax.doctor.opening import readings
+from eagle3_jax.doctor.fix import repairable
+from eagle3_jax.doctor.measure import Measured, effective_clusters, slots_of
+from eagle3_jax.doctor.opening import Opened, readings
 from eagle3_jax.doctor.report import serving_lines
 from eagle3_jax.doctor.search import SIGNIFICANT, _decide
 from eagle3_jax.doctor.wiring import Wiring, with_config
 from eagle3_jax.draft.config import DraftConfig
 from eagle3_jax.models.config import decoder_config
 from eagle3_jax.taps import TapSet
+from eagle3_jax.training.step import Batch
 from tests.tiny import target_config
 
 
@@ -108,3 +111,43 @@ def test_serving_lines_say_what_each_server_reads():
     assert "cannot be said" in "\n".join(serving_lines(wiring(1, 4, 6)))
     assert "the embedding has none" in "\n".join(serving_lines(wiring(0, 4, 6)))
     assert "it has no norm_before_residual" in "\n".join(serving_lines(wiring(2, 4, 6, norm_before_residual=True)))
+
+
+def test_what_replaces_the_declared_wiring_is_better_than_it():
+    """The top one, of two changes, beats the declared one by little but always; one with a single change is noise."""
+    rng = np.random.default_rng(3)
+    base = rng.random((1, 600)) < 0.4
+    top = base.copy()
+    top[0, ::20] = True  # in every document
+    noisy = rng.random((1, 600)) < 0.4
+    noisy[0, :20] = ~base[0, :20]
+    declared = measured(base, wiring(2, 4, 6))
+    best_one = measured(top, wiring(0, 2, 4, norm_output=True))
+    other = measured(noisy, wiring(0, 2, 4))
+    assert best_one.above(declared) > SIGNIFICANT and other.above(declared) < SIGNIFICANT
+    best, contenders = _decide(declared, [declared, other, best_one])
+    assert best is best_one and not contenders
+
+
+def test_unequal_documents_weigh_less_than_their_number():
+    assert effective_clusters(np.arange(30) // 3) == pytest.approx(10)
+    sizes = [480] * 8 + [20] * 10
+    assert effective_clusters(np.repeat(np.arange(18), sizes)) == pytest.approx(8.8, abs=0.1)
+
+
+def test_unequal_documents_are_cut_into_pieces():
+    ids = np.zeros((1, 400), np.int32)
+    documents = np.repeat([0, 1], [300, 100])[None]
+    batch = Batch(ids, np.ones_like(ids, bool), documents)
+    cluster = slots_of([batch], 1).cluster
+    counts = np.bincount(cluster)
+    assert counts.max() == 16 and len(counts) == 19 + 7  # 299 and 99 slots
+    assert effective_clusters(cluster) > SIGNIFICANT**2
+
+
+def test_a_reading_that_is_no_map_is_not_written():
+    of = wiring(2, 4, 6)
+    stored = SimpleNamespace(config=of.config)
+    maps = {"offsets": np.full(128, 512, np.int32), "absolute": np.arange(128, dtype=np.int32)}
+    opened = Opened(stored, of, maps, ["d2t is no map"], 3)
+    assert not repairable(of, opened) and repairable(dataclasses.replace(of, d2t="absolute"), opened)
