@@ -1,7 +1,6 @@
 """The parts of the doctor: statistics that do not decide from noise, candidates, vocabulary readings, serving lines."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -147,7 +146,7 @@ def test_unequal_documents_are_cut_into_pieces():
 
 def test_a_reading_that_is_no_map_is_not_written():
     of = wiring(2, 4, 6)
-    stored = SimpleNamespace(config=of.config)
     maps = {"offsets": np.full(128, 512, np.int32), "absolute": np.arange(128, dtype=np.int32)}
-    opened = Opened(stored, of, maps, ["d2t is no map"], 3)
+    opened = object.__new__(Opened)  # the draft itself plays no part
+    vars(opened).update(declared=of, maps=maps, faults=["d2t is no map"])
     assert not repairable(of, opened) and repairable(dataclasses.replace(of, d2t="absolute"), opened)
