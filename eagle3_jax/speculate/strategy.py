@@ -61,6 +61,15 @@ class Strategy:
             offset += len(above) * self.top_k
         return tuple(numbers)
 
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Of a static tree: the parent of each node, nodes numbered as verified (0 is the root and its own parent)."""
+        nodes: list[Path] = [()]
+        for level, above in enumerate(self._expanded(), start=1):
+            here = {self._numbers(above, [path])[0]: path for path in self._paths() if len(path) == level}
+            nodes += [here[number] for number in sorted(here)]
+        return tuple(nodes.index(path[:-1]) for path in nodes)
+
     def beam_count(self, level: int) -> int:
         """Nodes of a level (1..depth-1) that are expanded, which is what the draft reads in one step."""
         return len(self.beams[level - 1]) if self.is_static else self.top_k

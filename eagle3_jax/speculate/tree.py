@@ -48,23 +48,33 @@ def build_tree(strategy: Strategy, pending: Int[Array, "B"], candidates: Candida
     A dynamic tree keeps the N - 1 candidates of the highest score. Scores never rise from parent to child and equal
     scores go to the lower number, so a kept node's ancestors are kept as well, under ties too.
     """
-    batch, count = candidates.tokens.shape
+    batch, size = pending.shape[0], strategy.nodes
     if strategy.is_static:
-        kept = jnp.broadcast_to(jnp.asarray(strategy.kept, jnp.int32), (batch, strategy.nodes - 1))
+        kept, parents = (_rows_of(numbers, batch) for numbers in (strategy.kept, strategy.parents))
     else:
-        kept = jnp.sort(jax.lax.top_k(candidates.scores, strategy.nodes - 1)[1], axis=-1)
-    node_of = jnp.zeros((batch, count + 1), jnp.int32)  # one more: parent -1 of a candidate is the root, node 0
-    node_of = jax.vmap(lambda row, at: row.at[at].set(jnp.arange(1, strategy.nodes)))(node_of, kept)
-    above = jnp.take_along_axis(node_of, jnp.take_along_axis(candidates.parents, kept, axis=1), axis=1)
-    parents = jnp.pad(above, ((0, 0), (1, 0)))
-    tokens = jnp.concatenate([pending[:, None], jnp.take_along_axis(candidates.tokens, kept, axis=1)], axis=1)
-    own = jnp.eye(strategy.nodes, dtype=bool)[None]
-    sees = jnp.broadcast_to(own, (batch, strategy.nodes, strategy.nodes))
+        kept = jnp.sort(jax.lax.top_k(candidates.scores, size - 1)[1], axis=-1)
+        parents = _parents(kept, candidates.parents)
+    own = jnp.eye(size, dtype=bool)[None]
+    sees = jnp.broadcast_to(own, (batch, size, size))
     for _ in range(strategy.depth):
         sees = own | jnp.take_along_axis(sees, parents[..., None], axis=1)
+    tokens = jnp.concatenate([pending[:, None], jnp.take_along_axis(candidates.tokens, kept, axis=1)], axis=1)
     is_beam = kept[:, :, None] == candidates.beams[:, None, :]
     source = jnp.pad(jnp.where(is_beam, 1 + jnp.arange(is_beam.shape[-1]), 0).sum(-1), ((0, 0), (1, 0)))
     return Tree(tokens, parents, sees.sum(-1, dtype=jnp.int32) - 1, sees, source.astype(jnp.int32))
+
+
+def _rows_of(numbers: tuple[int, ...], batch: int) -> Int[Array, "B n"]:
+    return jnp.broadcast_to(jnp.asarray(numbers, jnp.int32), (batch, len(numbers)))
+
+
+def _parents(kept: Int[Array, "B n"], above: Int[Array, "B C"]) -> Int[Array, "B N"]:
+    """The parent node of each node, from the candidates that are kept and the candidate above each candidate."""
+    batch, count = above.shape
+    node_of = jnp.zeros((batch, count + 1), jnp.int32)  # one more: parent -1 of a candidate is the root, node 0
+    node_of = jax.vmap(lambda row, at: row.at[at].set(jnp.arange(1, kept.shape[1] + 1)))(node_of, kept)
+    parents = jnp.take_along_axis(node_of, jnp.take_along_axis(above, kept, axis=1), axis=1)
+    return jnp.pad(parents, ((0, 0), (1, 0)))
 
 
 def children(tree: Tree, node: Int[Array, "B"]) -> Bool[Array, "B N"]:

@@ -18,7 +18,7 @@ def test_a_static_tree_is_numbered_by_its_candidates() -> None:
     assert (tree.depth, tree.top_k, tree.nodes, tree.is_static) == (3, 3, 7, True)
     # level 1: candidates 0..2, of which 0 and 2 go on; level 2: 3 below each; level 3: 3 below (0, 1)
     assert tree.beams == ((0, 2), (1,)) and tree.kept == (0, 2, 3 + 1, 3 + 2, 3 + 3, 9)
-    assert tree.drafted_rows == 3
+    assert tree.drafted_rows == 3 and tree.parents == (0, 0, 0, 1, 1, 2, 3)
 
 
 def test_sampled_children_take_the_place_of_ranks() -> None:
