@@ -91,9 +91,8 @@ def generate(
     results = [Result() for _ in prompts]
 
     ids, lengths = pad_prompts(prompts)
-    longest = max(ids.shape[1], max(len(p) + limit for p, limit in zip(prompts, limits, strict=True)))
-    cache_length = round_up(longest + cache_room(shape, len(prompts)), 128)
-    state, first = prefill(models, cache_length, shape, weights, ids, lengths, device_sampling(target, prompts, params))
+    entries = cache_entries(target, prompts, limits, shape)
+    state, first = prefill(models, entries, shape, weights, ids, lengths, device_sampling(target, prompts, params))
     for i, token in enumerate(np.asarray(first)):
         _commit(results, i, [int(token)], limits, stops, on_tokens)
     while any(r.finish_reason is None for r in results):
@@ -138,11 +137,31 @@ def window_warning(draft: Draft, target: Target) -> str | None:
 
 
 def pad_prompts(prompts: list[list[int]]) -> tuple[jax.Array, jax.Array]:
-    """int32 [B, P] padded on the right to a multiple of 32 (so that few shapes are compiled), and lengths [B]."""
-    ids = np.zeros((len(prompts), round_up(max(map(len, prompts)), 32)), np.int32)
+    """int32 [B, P] padded on the right to `padded_length` (so that few shapes are compiled), and lengths [B]."""
+    ids = np.zeros((len(prompts), padded_length(max(map(len, prompts)))), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     return jnp.asarray(ids), jnp.asarray([len(p) for p in prompts], jnp.int32)
+
+
+def padded_length(tokens: int) -> int:
+    """The length to which prompts of at most `tokens` are padded: a power of two from 32 on."""
+    return _power_of_two(tokens, 32)
+
+
+def cache_entries(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], strategy: Strategy
+) -> int:
+    """Length of the caches for prompts with at most so many new tokens each: a power of two from 128 on, but no more
+    than the target's context takes. With `padded_length` it decides which programs a batch needs."""
+    window, room = target.config.max_positions, cache_room(strategy, len(prompts))
+    longest = max(min(len(p) + new, window) for p, new in zip(prompts, max_new_tokens, strict=True))
+    entries = min(_power_of_two(longest + room, 128), round_up(window + room, 128))
+    return max(entries, padded_length(max(map(len, prompts))))
+
+
+def _power_of_two(value: int, least: int) -> int:
+    return max(least, 1 << (value - 1).bit_length())
 
 
 def round_up(value: int, multiple: int) -> int:

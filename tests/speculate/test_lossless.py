@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import eagle3_jax as e3
-from eagle3_jax.speculate.round import speculate
+from eagle3_jax.speculate.generate import cache_entries, padded_length
+from eagle3_jax.speculate.round import _read_prompts, speculate
+from eagle3_jax.speculate.strategy import PLAIN
 from tests.tiny import bigram_draft, bigram_target, not_a_number
 
 VOCAB, NEW = 64, 24
@@ -207,6 +209,24 @@ def test_mixed_lengths_compile_nothing_new(target, drafts) -> None:
     before = speculate._cache_size()
     e3.generate(target, drafts["fair"], [[1], [2] * 30, [3, 4], [5] * 7], 9, "tree:3x3x9", stop_token_ids=[1, 2, 3])
     assert speculate._cache_size() == before
+
+
+def test_lengths_compile_one_program_for_each_power_of_two(target) -> None:
+    def run(*lengths: int) -> int:
+        for length in lengths:
+            e3.generate(target, None, [5] * length, 2)
+        return _read_prompts._cache_size() + speculate._cache_size()
+
+    assert run(20, 40, 100) == run(1, 32, 33, 64, 65, 80, 96, 97, 120)
+
+
+def test_sizes_are_powers_of_two_up_to_the_context(target) -> None:
+    assert {padded_length(n) for n in range(1, 1025)} == {32, 64, 128, 256, 512, 1024}
+    wide = dataclasses.replace(target, config=dataclasses.replace(target.config, max_positions=1300))
+    entries = {(n, new): cache_entries(wide, [[0] * n], [new], PLAIN) for n in range(1, 1300) for new in (1, 300, 9999)}
+    assert set(entries.values()) == {128, 256, 512, 1024, 1408, 2048}
+    for (n, new), size in entries.items():  # 2048: to which a prompt of more than 1024 is padded
+        assert size >= max(min(n + new, 1300) + 2, padded_length(n)) and (size < 2048 or n > 1024)
 
 
 # --- requests that cannot be served
