@@ -68,6 +68,20 @@ def test_any_draft_gives_the_plain_text(target, drafts, plain, strategy) -> None
     assert taus["fair"] > taus["random"] + 0.1
 
 
+def test_tokens_that_give_nan_change_nothing_where_they_are_padding_or_rejected(target) -> None:
+    """Token 0 pads prompts and is all that the draft proposes; the target never chooses it."""
+    head, model = target.params["lm_head"]["weight"], target.params["model"]
+    params = {**target.params, "lm_head": {"weight": head.at[0].set(0)}}
+    embed = {"weight": model["embed_tokens"]["weight"].at[0].set(np.nan)}
+    whole = dataclasses.replace(target, params=params)
+    broken = dataclasses.replace(target, params={**params, "model": {**model, "embed_tokens": embed}})
+    expected = tokens(e3.generate(whole, None, PROMPTS, NEW))
+    assert not any(0 in text for text in expected)
+    assert tokens(e3.generate(broken, None, PROMPTS, NEW)) == expected
+    answers = e3.generate(broken, bigram_draft(target, d2t=[0]), PROMPTS, NEW, "chain:3")
+    assert tokens(answers) == expected and answers[0].drafts[0] == [0, 0, 0]
+
+
 def test_a_tree_of_top_1_is_the_chain(target, drafts) -> None:
     chain, tree = (e3.generate(target, drafts["fair"], PROMPTS, NEW, s) for s in ("chain:3", "tree:3x1x4"))
     assert chain == tree
