@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from eagle3_jax.draft.draft import Draft
+from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.generate import Result, cache_entries, generate, padded_length
 from eagle3_jax.speculate.strategy import parse_strategy
@@ -49,9 +50,15 @@ def measure(
     done: Callable[[int, int], None] = lambda finished, total: None,
     temperature: float = 0.0,
 ) -> dict[str, Tally]:
-    """Generates from every prompt with every strategy, `batch` prompts at a time, all by the same seed."""
+    """Generates with every strategy from `batch` prompts at a time, all by the same seed.
+
+    Prompts beyond the last full group are left out: a smaller batch would count as one of this size. Raises UserError
+    if there is no full group.
+    """
     settings = {"temperature": temperature, "seed": 0}
-    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    if len(prompts) < batch:
+        raise UserError(f"a batch of {batch} needs as many prompts, there are {len(prompts)} / give more prompts")
+    groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
     tallies = {strategy: Tally() for strategy in strategies}
     for strategy in strategies:
         for group in {_shape(target, group, strategy, max_new_tokens): group for group in groups}.values():
@@ -66,10 +73,10 @@ def measure(
     return tallies
 
 
-def _shape(target: Target, group: list[list[int]], strategy: str, max_new_tokens: int) -> tuple[int, ...]:
-    """What decides which compiled programs of a strategy a group needs: its size, padded prompts, and caches."""
+def _shape(target: Target, group: list[list[int]], strategy: str, max_new_tokens: int) -> tuple[int, int]:
+    """What decides which compiled programs of a strategy a group needs: lengths of padded prompts and of caches."""
     entries = cache_entries(target, group, [max_new_tokens] * len(group), parse_strategy(strategy))
-    return len(group), padded_length(max(map(len, group))), entries
+    return padded_length(max(map(len, group))), entries
 
 
 def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:

@@ -31,7 +31,7 @@ def bench_command(
 
     turns = read_prompts(prompts)[:limit]
     if max(sizes) > len(turns):
-        raise UserError(f"--batch {max(sizes)} needs as many prompts, {prompts} gives {len(turns)}")
+        raise UserError(f"--batch {max(sizes)} needs as many prompts, {prompts} gives {len(turns)} / lower it")
     loaded = open_target(target, dtype)
     from eagle3_jax.bench.machine import describe_machine
     from eagle3_jax.bench.measure import measure, row
@@ -52,6 +52,8 @@ def bench_command(
     wanted = names if "plain" in names else ["plain", *names]
     rows = []
     for size in sizes:
+        if left := len(ids) % size:
+            note(f"batch {size}: the last {left} of {len(ids)} prompts are left out, they fill no batch")
         progress = lambda i, n: note(f"group {i} of {n}")  # noqa: E731
         tallies = measure(loaded, bound, ids, wanted, max_new_tokens, size, progress, temperature)
         rows += [row(name, size, tallies[name], tallies["plain"]) for name in names]

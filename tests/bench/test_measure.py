@@ -2,6 +2,7 @@
 
 import pytest
 
+from eagle3_jax import UserError
 from eagle3_jax.bench.measure import measure
 from eagle3_jax.speculate import round as rounds
 from tests.tiny import bigram_draft, bigram_target, ids_of
@@ -25,3 +26,8 @@ def test_nothing_is_compiled_while_it_is_timed(pair) -> None:
     prompts = [SHORT, LONG, SHORT]
     tallies = measure(*pair, prompts, ["plain", "chain:2"], 100, done=lambda *_: sizes.append(compiled()))
     assert sizes == [sizes[0]] * 3 and tallies["plain"].tokens == 300
+
+
+def test_without_a_full_group_there_is_nothing_to_measure(pair) -> None:
+    with pytest.raises(UserError, match="a batch of 3 needs as many prompts, there are 2"):
+        measure(*pair, [SHORT, LONG], ["plain"], 4, batch=3)
