@@ -10,6 +10,7 @@ import pytest
 
 import eagle3_jax as e3
 from eagle3_jax.speculate.generate import cache_entries, padded_length
+from eagle3_jax.speculate.request import check_params, device_sampling, spread
 from eagle3_jax.speculate.round import _read_prompts, speculate
 from eagle3_jax.speculate.strategy import PLAIN
 from tests.tiny import bigram_draft, bigram_target, not_a_number
@@ -259,6 +260,8 @@ def test_sizes_are_powers_of_two_up_to_the_context(target) -> None:
         ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens 9"),
         ({"min_tokens": -1}, "min_tokens -1"),
         ({"stop_token_ids": [64]}, "64 is outside"),
+        ({"logit_bias": {3: 1e39}}, "logit_bias"),
+        ({"temperature": 1e39}, "temperature 1e"),
         ({"sampling": e3.SamplingParams(), "temperature": 1.0}, "put all of them into sampling="),
         ({"sampling": [e3.SamplingParams()] * 2}, "2 sampling settings for 1 prompts"),
         ({"strategy": "tree:2x65x66"}, "the draft's vocabulary has 64"),
@@ -268,3 +271,30 @@ def test_impossible_settings_are_refused_in_one_line(target, drafts, changes: di
     with pytest.raises(e3.UserError, match=message) as caught:
         e3.generate(target, drafts["fair"], [5, 6], **changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("top_k", 1.5), ("min_tokens", 0.5), ("max_new_tokens", "8"), ("seed", 1.5), ("seed", "x")),
+        *(("temperature", "hot"), ("top_p", None), ("logit_bias", {5: "x"}), ("logit_bias", [5])),
+        *(("logit_bias", {"5": 1.0}), ("stop_token_ids", 5), ("stop_token_ids", ["5"])),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused_in_one_line(setting: str, value, untyped) -> None:
+    with pytest.raises(e3.UserError, match=setting) as caught:
+        check_params(e3.SamplingParams(**{setting: value}), VOCAB)
+    assert "\n" not in str(caught.value)
+    if setting == "seed":
+        with pytest.raises(e3.UserError, match="seed"):
+            spread(e3.SamplingParams(seed=value), 2)
+
+
+def test_settings_beyond_any_size_are_as_good_as_the_largest(target) -> None:
+    """And end tokens that the target's vocabulary does not have (a config may name them) never come."""
+    params = e3.SamplingParams(10**12, temperature=1.0, top_k=10**10, min_tokens=10**11, seed=10**30)
+    odd = dataclasses.replace(target, eos_token_ids=(2, VOCAB, -1))
+    sampling = device_sampling(odd, [[3, 4]], [params])
+    assert sampling.random.top_k.tolist() == [VOCAB]
+    assert sampling.min_tokens.until.tolist() == [2 + target.config.max_positions]
+    assert np.flatnonzero(sampling.min_tokens.stops[0]).tolist() == [2]
