@@ -38,17 +38,19 @@ def bench_command(
     from eagle3_jax.data.template import prompt_ids
     from eagle3_jax.draft.draft import binding_warning, load_draft
     from eagle3_jax.speculate.generate import window_warning
-    from eagle3_jax.speculate.request import SamplingParams, check_params
+    from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt
     from eagle3_jax.speculate.strategy import parse_strategy
 
     for name in names:
         parse_strategy(name)
     check_params(SamplingParams(max_new_tokens, temperature), loaded.config.vocab_size)
+    tokenizer = loaded.require_tokenizer()
+    ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}]) for turn in turns]
+    for number, prompt in enumerate(ids, start=1):  # as in the file; now, and not when it is its turn
+        check_prompt(number, prompt, loaded)
     bound = load_draft(draft, dtype, target=loaded)
     for warning in filter(None, (binding_warning(bound, loaded), window_warning(bound, loaded))):
         note(warning)
-    tokenizer = loaded.require_tokenizer()
-    ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}]) for turn in turns]
     wanted = names if "plain" in names else ["plain", *names]
     rows = []
     for size in sizes:

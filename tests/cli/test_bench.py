@@ -55,3 +55,9 @@ def test_bad_input_is_one_line(eagle3, target, files, change, words):
     draft, prompts = files
     result = eagle3("bench", "--target", target, "--draft", draft, "--prompts", prompts, "--dtype", "float32", *change)
     assert words in result.complaint
+
+
+def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(eagle3, target, files, tmp_path):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [["what"], ["who " * 70], ["why"]])
+    result = eagle3("bench", "--target", target, "--draft", files[0], "--prompts", prompts, "--dtype", "float32")
+    assert "prompt 2 has" in result.complaint and "the target's context is 256" in result.complaint
