@@ -1,6 +1,7 @@
 """`generate`: prompts in, tokens out, plain or speculative; a host loop around the compiled round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -11,7 +12,7 @@ from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, device_sampling, spread
-from eagle3_jax.speculate.round import Models, Weights, cache_room, prefill, speculate
+from eagle3_jax.speculate.round import Committed, Models, State, Weights, cache_room, prefill, speculate
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled_drafts
 
 
@@ -95,15 +96,29 @@ def generate(
     state, first = prefill(models, entries, shape, weights, ids, lengths, device_sampling(target, prompts, params))
     for i, token in enumerate(np.asarray(first)):
         _commit(results, i, [int(token)], limits, stops, on_tokens)
+    rounds = _rounds(models, shape, weights, state, ahead=jax.default_backend() != "cpu")
     while any(r.finish_reason is None for r in results):
-        state, committed = speculate(models, shape, weights, state)
-        tokens, accepted, drafts = jax.device_get(committed)
+        tokens, accepted, drafts = next(rounds)
         for i, result in enumerate(results):
             if result.finish_reason is None:
                 result.accepted.append(int(accepted[i]))
                 result.drafts.append([token for token in drafts[i].tolist() if token >= 0])
                 _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)
     return results[0] if single else results
+
+
+def _rounds(models: Models, strategy: Strategy, weights: Weights, state: State, ahead: bool) -> Iterator[Committed]:
+    """Outcomes of one round after the other, fetched, without end.
+
+    ahead: the next round is dispatched before an outcome is fetched, so that an accelerator need not wait for the host.
+    Whoever stops asking leaves one round unused.
+    """
+    dispatched: deque[Committed] = deque()
+    while True:
+        state, committed = speculate(models, strategy, weights, state)
+        dispatched.append(committed)
+        if len(dispatched) > ahead:
+            yield jax.device_get(dispatched.popleft())
 
 
 def _checked_strategy(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> Strategy:

@@ -5,10 +5,12 @@ Small targets whose bigrams the draft knows (tests/tiny.py): `oracle` is always 
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 import eagle3_jax as e3
+from eagle3_jax.speculate import generate as generating
 from eagle3_jax.speculate.generate import cache_entries, padded_length
 from eagle3_jax.speculate.request import check_params, device_sampling, spread
 from eagle3_jax.speculate.round import _read_prompts, speculate
@@ -81,6 +83,23 @@ def test_tokens_that_give_nan_change_nothing_where_they_are_padding_or_rejected(
     assert tokens(e3.generate(broken, None, PROMPTS, NEW)) == expected
     answers = e3.generate(broken, bigram_draft(target, d2t=[0]), PROMPTS, NEW, "chain:3")
     assert tokens(answers) == expected and answers[0].drafts[0] == [0, 0, 0]
+
+
+def test_a_round_dispatched_ahead_changes_nothing(target, drafts, monkeypatch) -> None:
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return speculate(*arguments)
+
+    monkeypatch.setattr(generating, "speculate", counted)
+    expected = e3.generate(target, drafts["fair"], PROMPTS, NEW, "tree:3x3x9")
+    rounds = len(calls)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert e3.generate(target, drafts["fair"], PROMPTS, NEW, "tree:3x3x9") == expected
+    assert len(calls) == 2 * rounds + 1
+    assert e3.generate(target, drafts["fair"], PROMPTS, 1, "tree:3x3x9")[0].tokens == expected[0].tokens[:1]
+    assert len(calls) == 2 * rounds + 1  # where prefill is all, no round is begun
 
 
 def test_a_tree_of_top_1_is_the_chain(target, drafts) -> None:
