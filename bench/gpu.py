@@ -5,9 +5,9 @@ token is accepted (`eagle3_jax.bench.random_pair`), and the product's own compil
 decoding against the time that reading the weights takes, one draft step, verification of 1 to 64 rows, whole rounds.
 
 Each row of the table is a program, and compiling takes most of the time. The programs of one batch size are compiled in
-threads, then timed alone on the device and printed, so that a run that is cut shows what it has. XLA tunes matmuls by
-timing them while it compiles: `--threads 1` compiles one by one, undisturbed. With JAX_COMPILATION_CACHE_DIR set, a
-second run takes its programs from there.
+threads, then timed alone on the device and printed, so that a run that is cut shows what it has; its status is 1. XLA
+tunes matmuls by timing them while it compiles: `--threads 1` compiles one by one, undisturbed. With
+JAX_COMPILATION_CACHE_DIR set, a second run takes its programs from there.
 """
 
 import argparse
@@ -60,8 +60,8 @@ _COLUMNS = {  # key of a row: title, width, format
 }
 _EXPLANATION = """\
 ms: one call, called back to back.  floor: reading the weights once at the copy bandwidth;  kv: reading the context's
-keys and values so.  fetched: with the outcome fetched after every call, as generation does; tok/s and the speed-up are
-of that.  bound: tau / (v + K d), from the rows of verification and draft step."""
+keys and values so.  fetched: with each outcome fetched while the next call runs, as generation does; tok/s and the
+speed-up are of that.  bound: tau / (v + K d), from the rows of verification and draft step."""
 
 
 Row = dict[str, Any]
@@ -99,7 +99,8 @@ class Case:
 
 
 class Timing(NamedTuple):
-    """Milliseconds a call: called back to back, and with the outcome fetched after each call, as generation does.
+    """Milliseconds a call: called back to back, and with each outcome fetched while the next call runs, as generation
+    on accelerators does.
 
     tau: mean tokens that a call commits. The latter two are None for a program that commits nothing.
     """
@@ -217,9 +218,11 @@ def time_calls(program: jax.stages.Compiled, weights: Weights, carry: Any, conte
             continue
         carry = _at(carry, context)
         begin = time.perf_counter()
+        carry, outcome = program(weights, carry)
         for _ in range(steps):
-            carry, outcome = program(weights, carry)
+            carry, following = program(weights, carry)
             taus.append(1 + jax.device_get(outcome).accepted.mean())
+            outcome = following
         fetched_spans.append((time.perf_counter() - begin) / steps)
     if not taus:
         return Timing(1000 * statistics.median(spans), None, None)
@@ -359,17 +362,29 @@ def _numbers(value: str) -> list[int]:
     return list(dict.fromkeys(_number(part.strip()) for part in value.split(",")))
 
 
+def save(path: Path | None, report: dict[str, Any]) -> None:
+    """Writes the report whole or not at all; does nothing for None. Raises UserError if it cannot be written."""
+    if path is None:
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"--json: cannot write the report / {path} / {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
 
-    def save(report: dict[str, Any]) -> None:
-        if options.json is not None:
-            temporary = options.json.with_name(f".{options.json.name}.{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, options.json)
-
-    report = measure(options, functools.partial(print, flush=True), save)
-    return 1 if report["failed"] else 0
+    try:
+        report = measure(options, functools.partial(print, flush=True), functools.partial(save, options.json))
+    except UserError as error:
+        print(f"gpu.py: {error}", file=sys.stderr)
+        return 2
+    return 0 if report["complete"] else 1
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the hub fails at once instead of downloading
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
@@ -46,6 +47,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `model` where the demo model is not installed."""
     if item.get_closest_marker("model") and importlib.util.find_spec(DEMO_MODEL_PACKAGE) is None:
         pytest.skip(f"demo model package {DEMO_MODEL_PACKAGE} is not installed (run make setup)")
+
+
+@pytest.fixture
+def untyped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of any type reach the code, as they do outside of tests."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="session")

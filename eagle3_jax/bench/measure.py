@@ -1,7 +1,7 @@
 """Plain against speculative decoding, measured on the same prompts in one run.
 
-Strategies take turns prompt by prompt, so that a machine that speeds up or slows down does so for all of them; the
-first pass over the first prompts compiles and is not counted. Times cover prefill and all rounds.
+Strategies take turns prompt by prompt, so that a machine that speeds up or slows down does so for all of them; a first
+pass over prompts of every compiled shape is not counted. Times cover prefill and all rounds.
 """
 
 import time
@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from eagle3_jax.draft.draft import Draft
+from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.generate import Result, generate, round_up
+from eagle3_jax.speculate.generate import Result, cache_entries, generate, padded_length
 from eagle3_jax.speculate.strategy import parse_strategy
 
 
@@ -49,13 +50,20 @@ def measure(
     done: Callable[[int, int], None] = lambda finished, total: None,
     temperature: float = 0.0,
 ) -> dict[str, Tally]:
-    """Generates from every prompt with every strategy, `batch` prompts at a time, all by the same seed."""
+    """Generates with every strategy from `batch` prompts at a time, all by the same seed.
+
+    Prompts beyond the last full group are left out: a smaller batch would count as one of this size. Raises UserError
+    if there is no full group.
+    """
     settings = {"temperature": temperature, "seed": 0}
-    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    if len(prompts) < batch:
+        raise UserError(f"a batch of {batch} needs as many prompts, there are {len(prompts)} / give more prompts")
+    groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
     tallies = {strategy: Tally() for strategy in strategies}
-    for representative in {(_shape(group), len(group)): group for group in groups}.values():
-        for strategy in strategies:
-            generate(target, draft, representative, max_new_tokens, strategy, **settings)
+    for strategy in strategies:
+        for group in {_shape(target, group, strategy, max_new_tokens): group for group in groups}.values():
+            # Without stops, which are no part of a program: an answer of one token would leave the round uncompiled.
+            generate(target, draft, group, max_new_tokens, strategy, stop_token_ids=(), **settings)
     for finished, group in enumerate(groups, start=1):
         for strategy in strategies:
             begin = time.perf_counter()
@@ -65,9 +73,10 @@ def measure(
     return tallies
 
 
-def _shape(group: list[list[int]]) -> int:
-    """What decides which compiled programs a group needs: its padded prompt length."""
-    return round_up(max(map(len, group)), 32)
+def _shape(target: Target, group: list[list[int]], strategy: str, max_new_tokens: int) -> tuple[int, int]:
+    """What decides which compiled programs of a strategy a group needs: lengths of padded prompts and of caches."""
+    entries = cache_entries(target, group, [max_new_tokens] * len(group), parse_strategy(strategy))
+    return padded_length(max(map(len, group))), entries
 
 
 def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:

@@ -31,27 +31,31 @@ def bench_command(
 
     turns = read_prompts(prompts)[:limit]
     if max(sizes) > len(turns):
-        raise UserError(f"--batch {max(sizes)} needs as many prompts, {prompts} gives {len(turns)}")
+        raise UserError(f"--batch {max(sizes)} needs as many prompts, {prompts} gives {len(turns)} / lower it")
     loaded = open_target(target, dtype)
     from eagle3_jax.bench.machine import describe_machine
     from eagle3_jax.bench.measure import measure, row
     from eagle3_jax.data.template import prompt_ids
     from eagle3_jax.draft.draft import binding_warning, load_draft
     from eagle3_jax.speculate.generate import window_warning
-    from eagle3_jax.speculate.request import SamplingParams, check_params
+    from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt
     from eagle3_jax.speculate.strategy import parse_strategy
 
     for name in names:
         parse_strategy(name)
     check_params(SamplingParams(max_new_tokens, temperature), loaded.config.vocab_size)
+    tokenizer = loaded.require_tokenizer()
+    ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}]) for turn in turns]
+    for number, prompt in enumerate(ids, start=1):  # as in the file; now, and not when it is its turn
+        check_prompt(number, prompt, loaded)
     bound = load_draft(draft, dtype, target=loaded)
     for warning in filter(None, (binding_warning(bound, loaded), window_warning(bound, loaded))):
         note(warning)
-    tokenizer = loaded.require_tokenizer()
-    ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}]) for turn in turns]
     wanted = names if "plain" in names else ["plain", *names]
     rows = []
     for size in sizes:
+        if left := len(ids) % size:
+            note(f"batch {size}: the last {left} of {len(ids)} prompts are left out, they fill no batch")
         progress = lambda i, n: note(f"group {i} of {n}")  # noqa: E731
         tallies = measure(loaded, bound, ids, wanted, max_new_tokens, size, progress, temperature)
         rows += [row(name, size, tallies[name], tallies["plain"]) for name in names]

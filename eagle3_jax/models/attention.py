@@ -110,10 +110,16 @@ def cached_where(start: Int[Array, "B"], mask: Bool[Array, "B T S"], anchor: Int
     def attend(q, k, v, cache: KV, window=None):
         entries = jnp.arange(cache.k.shape[2])
         seen = mask if window is None else mask & in_window(anchor[:, None, None], entries, window)
-        cache = KV(_write(cache.k, k, start), _write(cache.v, v, start))
+        cache = KV(_write(cache.k, k, start), _write(cache.v, finite(v), start))
         return _grouped(q, cache.k, cache.v, seen), cache
 
     return attend
+
+
+def finite(v: Float[Array, "B T K D"]) -> Float[Array, "B T K D"]:
+    """Values with zero for what is not finite. A masked entry has weight 0, and 0 times infinity or NaN is NaN, so that
+    leftovers of a rejected token or of padding would spoil every later token."""
+    return jnp.where(jnp.isfinite(v), v, 0)
 
 
 def _write(cache: Float[Array, "B K S D"], new: Float[Array, "B T K D"], start: Int[Array, "B"]):

@@ -1,6 +1,7 @@
 """`generate`: prompts in, tokens out, plain or speculative; a host loop around the compiled round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -11,7 +12,7 @@ from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, device_sampling, spread
-from eagle3_jax.speculate.round import Models, Weights, cache_room, prefill, speculate
+from eagle3_jax.speculate.round import Committed, Models, State, Weights, cache_room, prefill, speculate
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled_drafts
 
 
@@ -91,20 +92,33 @@ def generate(
     results = [Result() for _ in prompts]
 
     ids, lengths = pad_prompts(prompts)
-    longest = max(ids.shape[1], max(len(p) + limit for p, limit in zip(prompts, limits, strict=True)))
-    cache_length = round_up(longest + cache_room(shape, len(prompts)), 128)
-    state, first = prefill(models, cache_length, shape, weights, ids, lengths, device_sampling(target, prompts, params))
+    entries = cache_entries(target, prompts, limits, shape)
+    state, first = prefill(models, entries, shape, weights, ids, lengths, device_sampling(target, prompts, params))
     for i, token in enumerate(np.asarray(first)):
         _commit(results, i, [int(token)], limits, stops, on_tokens)
+    rounds = _rounds(models, shape, weights, state, ahead=jax.default_backend() != "cpu")
     while any(r.finish_reason is None for r in results):
-        state, committed = speculate(models, shape, weights, state)
-        tokens, accepted, drafts = jax.device_get(committed)
+        tokens, accepted, drafts = next(rounds)
         for i, result in enumerate(results):
             if result.finish_reason is None:
                 result.accepted.append(int(accepted[i]))
                 result.drafts.append([token for token in drafts[i].tolist() if token >= 0])
                 _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)
     return results[0] if single else results
+
+
+def _rounds(models: Models, strategy: Strategy, weights: Weights, state: State, ahead: bool) -> Iterator[Committed]:
+    """Outcomes of one round after the other, fetched, without end.
+
+    ahead: the next round is dispatched before an outcome is fetched, so that an accelerator need not wait for the host.
+    Whoever stops asking leaves one round unused.
+    """
+    dispatched: deque[Committed] = deque()
+    while True:
+        state, committed = speculate(models, strategy, weights, state)
+        dispatched.append(committed)
+        if len(dispatched) > ahead:
+            yield jax.device_get(dispatched.popleft())
 
 
 def _checked_strategy(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> Strategy:
@@ -138,11 +152,31 @@ def window_warning(draft: Draft, target: Target) -> str | None:
 
 
 def pad_prompts(prompts: list[list[int]]) -> tuple[jax.Array, jax.Array]:
-    """int32 [B, P] padded on the right to a multiple of 32 (so that few shapes are compiled), and lengths [B]."""
-    ids = np.zeros((len(prompts), round_up(max(map(len, prompts)), 32)), np.int32)
+    """int32 [B, P] padded on the right to `padded_length` (so that few shapes are compiled), and lengths [B]."""
+    ids = np.zeros((len(prompts), padded_length(max(map(len, prompts)))), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     return jnp.asarray(ids), jnp.asarray([len(p) for p in prompts], jnp.int32)
+
+
+def padded_length(tokens: int) -> int:
+    """The length to which prompts of at most `tokens` are padded: a power of two from 32 on."""
+    return _power_of_two(tokens, 32)
+
+
+def cache_entries(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], strategy: Strategy
+) -> int:
+    """Length of the caches for prompts with at most so many new tokens each: a power of two from 128 on, but no more
+    than the target's context takes. With `padded_length` it decides which programs a batch needs."""
+    window, room = target.config.max_positions, cache_room(strategy, len(prompts))
+    longest = max(min(len(p) + new, window) for p, new in zip(prompts, max_new_tokens, strict=True))
+    entries = min(_power_of_two(longest + room, 128), round_up(window + room, 128))
+    return max(entries, padded_length(max(map(len, prompts))))
+
+
+def _power_of_two(value: int, least: int) -> int:
+    return max(least, 1 << (value - 1).bit_length())
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -1,10 +1,10 @@
 """What one request asks for: sampling settings, length, stops; checking them, and their device form for a batch."""
 
 import dataclasses
-import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.sampling import MinTokens, Penalties, Random, Sampling
 
+_WHOLE = ("max_new_tokens", "top_k", "min_tokens")
+_REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_LARGEST = float(np.finfo(np.float32).max)
 _GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them would overflow float32
 
 
@@ -50,29 +53,48 @@ class SamplingParams:
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raises UserError for a setting out of its range; NaN is out of every range."""
+    """Raises UserError for a setting of a wrong type or out of its range; NaN is out of every range."""
+    for names, kind, rule in ((_WHOLE, Integral, "a whole number"), (_REAL, Real, "a number")):
+        for name in names:
+            _require(isinstance(getattr(params, name), kind), params, name, rule)
+    _check_seed(params)
     if params.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {params.max_new_tokens} / it must be at least 1")
     ranges = {
-        "temperature": (0 <= params.temperature < math.inf, "0 or more"),
+        "temperature": (0 <= params.temperature <= _LARGEST, "0 or more"),
         "top_p": (0 < params.top_p <= 1, "in (0, 1]"),
         "top_k": (params.top_k >= 0, "0 (off) or more"),
         "min_p": (0 <= params.min_p < 1, "in [0, 1)"),
-        "repetition_penalty": (0 < params.repetition_penalty < math.inf, "more than 0"),
-        "presence_penalty": (math.isfinite(params.presence_penalty), "a finite number"),
-        "frequency_penalty": (math.isfinite(params.frequency_penalty), "a finite number"),
+        "repetition_penalty": (0 < params.repetition_penalty <= _LARGEST, "more than 0"),
+        "presence_penalty": (abs(params.presence_penalty) <= _LARGEST, "a finite number"),
+        "frequency_penalty": (abs(params.frequency_penalty) <= _LARGEST, "a finite number"),
         "min_tokens": (0 <= params.min_tokens <= params.max_new_tokens, "between 0 and max_new_tokens"),
+        "logit_bias": (isinstance(params.logit_bias, Mapping | None), "a mapping of token ids to numbers"),
+        "stop_token_ids": (isinstance(params.stop_token_ids, Collection | None), "a list of token ids"),
     }
     for name, (good, rule) in ranges.items():
-        if not good:
-            raise UserError(f"sampling setting {name} {getattr(params, name)} / it must be {rule}")
+        _require(good, params, name, rule)
+
+    def is_token(token: object) -> bool:
+        return isinstance(token, Integral) and 0 <= token < vocab_size
+
     for token, bias in (params.logit_bias or {}).items():
-        if not (isinstance(token, int) and 0 <= token < vocab_size and math.isfinite(bias)):
+        if not (is_token(token) and isinstance(bias, Real) and abs(bias) <= _LARGEST):
             raise UserError(
                 f"sampling setting logit_bias {{{token}: {bias}}} / map ids in 0..{vocab_size - 1} to finite numbers"
             )
-    if outside := [t for t in params.stop_token_ids or () if not 0 <= t < vocab_size]:
+    stops = () if params.stop_token_ids is None else params.stop_token_ids
+    if outside := [token for token in stops if not is_token(token)]:
         raise UserError(f"stop_token_ids: {outside[0]} is outside 0..{vocab_size - 1} / name token ids of the target")
+
+
+def _check_seed(params: SamplingParams) -> None:
+    _require(isinstance(params.seed, Integral | None), params, "seed", "a whole number")
+
+
+def _require(good: bool, params: SamplingParams, name: str, rule: str) -> None:
+    if not good:
+        raise UserError(f"sampling setting {name} {getattr(params, name)} / it must be {rule}")
 
 
 def check_prompt(number: int, prompt: list[int], target: Target) -> None:
@@ -88,6 +110,7 @@ def check_prompt(number: int, prompt: list[int], target: Target) -> None:
 def spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """Settings for each of `count` requests. One set for all: request i uses seed + i."""
     if isinstance(params, SamplingParams):
+        _check_seed(params)
         seed = secrets.randbits(31) if params.seed is None else params.seed
         return [dataclasses.replace(params, seed=seed + i) for i in range(count)]
     if len(params) != count:
@@ -102,8 +125,8 @@ def device_sampling(
     size, vocabulary = len(params), target.config.vocab_size
     random = penalties = bias = minimum = None
 
-    def column(name: str, dtype=jnp.float32) -> jax.Array:
-        return jnp.asarray([getattr(p, name) for p in params], dtype)
+    def column(name: str) -> jax.Array:
+        return jnp.asarray([getattr(p, name) for p in params], jnp.float32)
 
     def used(*names: str) -> bool:
         return any(getattr(p, name) != getattr(SamplingParams, name) for p in params for name in names)
@@ -111,7 +134,7 @@ def device_sampling(
     if not all(p.is_greedy for p in params):
         keys = jax.vmap(jax.random.key)(jnp.asarray([p.seed % 2**32 for p in params], jnp.uint32))
         temperature = jnp.asarray([0.0 if p.is_greedy else p.temperature for p in params], jnp.float32)
-        top_k = jnp.minimum(column("top_k", jnp.int32), vocabulary) if used("top_k") else None
+        top_k = jnp.asarray([min(p.top_k, vocabulary) for p in params], jnp.int32) if used("top_k") else None
         limits = (column("top_p") if used("top_p") else None, column("min_p") if used("min_p") else None)
         random = Random(keys, temperature, top_k, *limits)
     if used("repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -129,8 +152,9 @@ def device_sampling(
     if used("min_tokens"):
         stops = np.zeros((size, vocabulary), bool)
         for row, p in zip(stops, params, strict=True):
-            row[list(p.stops(target))] = True
-        until = [len(prompt) + p.min_tokens for prompt, p in zip(prompts, params, strict=True)]
+            row[[token for token in p.stops(target) if 0 <= token < vocabulary]] = True  # some models name others too
+        window = target.config.max_positions
+        until = [len(prompt) + min(p.min_tokens, window) for prompt, p in zip(prompts, params, strict=True)]
         minimum = MinTokens(jnp.asarray(until, jnp.int32), jnp.asarray(stops))
     sampling = Sampling(random, penalties, bias, minimum)
     return None if all(part is None for part in sampling) else sampling

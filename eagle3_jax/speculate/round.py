@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
-from eagle3_jax.models.attention import KV, cached_where, causal, empty_cache
+from eagle3_jax.models.attention import KV, cached_where, causal, empty_cache, finite
 from eagle3_jax.models.llama import LlamaForCausalLM
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.speculate.drafting import DraftState, draft_tree, fast_rows, window_mask
@@ -194,6 +194,7 @@ def _fill_cache(q, k, v, cache: KV, window: int | None = None):
 
     Prompts are padded on the right, so a causal mask alone keeps padding out of sight of every real token.
     """
+    v = finite(v)
     out, _ = causal(jnp.zeros(q.shape[:2], jnp.int32))(q, k, v, None, window=window)
     filled = [
         jax.lax.dynamic_update_slice(old, new.swapaxes(1, 2).astype(old.dtype), (0, 0, 0, 0))

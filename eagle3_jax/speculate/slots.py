@@ -1,6 +1,7 @@
 """Many prompts through a fixed batch: a slot whose request has finished takes the next one at once.
 
-Plain decoding, for writing training answers. Shapes are fixed, so nothing is compiled again as requests come and go.
+Plain decoding, for writing training answers. The round's shapes are fixed, so it is compiled once whatever requests
+come and go; reading prompts is compiled once for each power of two that their lengths are padded to.
 """
 
 import functools
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.generate import pad_prompts, pair, round_up
+from eagle3_jax.speculate.generate import pad_prompts, padded_length, pair, round_up
 from eagle3_jax.speculate.request import SamplingParams, device_sampling
 from eagle3_jax.speculate.round import State, prefill, speculate
 from eagle3_jax.speculate.strategy import PLAIN
@@ -48,7 +49,7 @@ def generate_many(
     models, weights = pair(target, None)
     window = target.config.max_positions
     stop = frozenset(target.eos_token_ids) if stop is None else stop
-    cache_length = round_up(round_up(max_prompt, 32) + max_new_tokens + 2, 64)
+    cache_length = max(padded_length(max_prompt), round_up(max_prompt + max_new_tokens + 2, 64))
     queue, active = deque(requests), [None] * slots
     state = None
     while queue or any(active):

@@ -124,7 +124,13 @@ def _dynamic(text: str, depth: int, top_k: int, nodes: int) -> Strategy:
 
 
 def _static(paths: Iterable[Sequence[int]]) -> Strategy:
-    listed = [tuple(path) for path in paths]
+    try:
+        listed = [tuple(path) for path in paths]
+    except TypeError as error:
+        raise UserError(
+            f"strategy {paths!r} is neither text nor a list of paths / use plain, chain:K, tree:DxKxN, or paths of a "
+            f"static tree like [(0,), (1,), (0, 0)]"
+        ) from error
     unique = sorted(set(listed), key=lambda path: (len(path), path))
     if not listed or any(not path or any(type(rank) is not int or rank < 0 for rank in path) for path in listed):
         raise UserError("a static tree is a list of paths of ranks >= 0 / for example [(0,), (1,), (0, 0)]")

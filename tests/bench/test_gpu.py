@@ -41,7 +41,7 @@ def test_the_token_is_forced_with_tied_embeddings_too():
 
 def test_a_cut_run_tells_so(tmp_path, capsys):
     file = tmp_path / "gpu.json"
-    assert gpu.main(["--shape", "tiny", "--batch", "2,4", *FAST, "--seconds", "0", "--json", str(file)]) == 0
+    assert gpu.main(["--shape", "tiny", "--batch", "2,4", *FAST, "--seconds", "0", "--json", str(file)]) == 1
     report = json.loads(file.read_text())
     assert report["rows"] == [] and report["complete"] is False
     assert "incomplete: 0 of 8 rows" in capsys.readouterr().out
@@ -66,6 +66,15 @@ def test_a_failing_program_is_told_and_costs_only_its_row(tmp_path, monkeypatch,
     assert [(r["what"], r["vs_plain"]) for r in report["rows"]] == [("plain", 1.0), ("verify", 2.0)]
     assert [f["what"] for f in report["failed"]] == ["draft step"] and report["complete"] is False
     assert "batch 2 draft step 1 failed: RESOURCE_EXHAUSTED: out of memory\n" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    (folder := tmp_path / "gpu.json").mkdir()
+    monkeypatch.setattr(gpu, "measure", lambda options, say, save: save({"rows": []}))
+    assert gpu.main(["--json", str(folder)]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("gpu.py: --json: cannot write the report") and complaint.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize(

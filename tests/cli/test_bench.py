@@ -18,13 +18,16 @@ def files(target, tmp_path_factory):
     return folder / "draft", write_prompts(folder / "prompts.jsonl", [["what"], ["who is it"], ["why"]])
 
 
-def test_rows_have_the_documented_keys_and_nothing_is_left_out(eagle3, target, files, tmp_path):
+def test_rows_have_the_documented_keys_and_count_full_batches(eagle3, target, files, tmp_path):
     draft, prompts = files
     options = ("--strategies", "plain,tree:2x2x4", "--batch", "1,2", "--max-new-tokens", 6, "--dtype", "float32")
     result = eagle3(
         *("bench", "--target", target, "--draft", draft, "--prompts", prompts, *options, "--json", tmp_path / "b.json")
     )
     assert result.code == 0
+    assert [line for line in result.err.splitlines() if "left out" in line] == [
+        "batch 2: the last 1 of 3 prompts are left out, they fill no batch"
+    ]
     content = json.loads((tmp_path / "b.json").read_text())
     assert set(content) == {"rows", "machine", "versions"}
     assert [(r["strategy"], r["batch"]) for r in content["rows"]] == [
@@ -33,7 +36,7 @@ def test_rows_have_the_documented_keys_and_nothing_is_left_out(eagle3, target, f
     for row in content["rows"]:
         keys = "strategy batch prompts tok_s ms_per_token tau acceptance_by_depth speedup_vs_plain identical_to_plain"
         assert set(row) == set(keys.split())
-        assert row["prompts"] == 3 and row["identical_to_plain"] == 1.0  # the last, incomplete group counts as well
+        assert row["prompts"] == {1: 3, 2: 2}[row["batch"]] and row["identical_to_plain"] == 1.0
         assert len(row["acceptance_by_depth"]) == (2 if row["strategy"] != "plain" else 0)
     assert content["rows"][0]["tau"] == 1.0 and content["rows"][0]["speedup_vs_plain"] == 1.0
 
@@ -52,3 +55,9 @@ def test_bad_input_is_one_line(eagle3, target, files, change, words):
     draft, prompts = files
     result = eagle3("bench", "--target", target, "--draft", draft, "--prompts", prompts, "--dtype", "float32", *change)
     assert words in result.complaint
+
+
+def test_a_prompt_that_is_too_long_is_named_before_anything_is_measured(eagle3, target, files, tmp_path):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [["what"], ["who " * 70], ["why"]])
+    result = eagle3("bench", "--target", target, "--draft", files[0], "--prompts", prompts, "--dtype", "float32")
+    assert "prompt 2 has" in result.complaint and "the target's context is 256" in result.complaint

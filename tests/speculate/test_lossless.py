@@ -5,11 +5,16 @@ Small targets whose bigrams the draft knows (tests/tiny.py): `oracle` is always 
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 import eagle3_jax as e3
-from eagle3_jax.speculate.round import speculate
+from eagle3_jax.speculate import generate as generating
+from eagle3_jax.speculate.generate import cache_entries, padded_length
+from eagle3_jax.speculate.request import check_params, device_sampling, spread
+from eagle3_jax.speculate.round import _read_prompts, speculate
+from eagle3_jax.speculate.strategy import PLAIN
 from tests.tiny import bigram_draft, bigram_target, not_a_number
 
 VOCAB, NEW = 64, 24
@@ -64,6 +69,37 @@ def test_any_draft_gives_the_plain_text(target, drafts, plain, strategy) -> None
                 assert proposed[:end] == answer.tokens[start : start + end]
                 start += accepted + 1
     assert taus["fair"] > taus["random"] + 0.1
+
+
+def test_tokens_that_give_nan_change_nothing_where_they_are_padding_or_rejected(target) -> None:
+    """Token 0 pads prompts and is all that the draft proposes; the target never chooses it."""
+    head, model = target.params["lm_head"]["weight"], target.params["model"]
+    params = {**target.params, "lm_head": {"weight": head.at[0].set(0)}}
+    embed = {"weight": model["embed_tokens"]["weight"].at[0].set(np.nan)}
+    whole = dataclasses.replace(target, params=params)
+    broken = dataclasses.replace(target, params={**params, "model": {**model, "embed_tokens": embed}})
+    expected = tokens(e3.generate(whole, None, PROMPTS, NEW))
+    assert not any(0 in text for text in expected)
+    assert tokens(e3.generate(broken, None, PROMPTS, NEW)) == expected
+    answers = e3.generate(broken, bigram_draft(target, d2t=[0]), PROMPTS, NEW, "chain:3")
+    assert tokens(answers) == expected and answers[0].drafts[0] == [0, 0, 0]
+
+
+def test_a_round_dispatched_ahead_changes_nothing(target, drafts, monkeypatch) -> None:
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return speculate(*arguments)
+
+    monkeypatch.setattr(generating, "speculate", counted)
+    expected = e3.generate(target, drafts["fair"], PROMPTS, NEW, "tree:3x3x9")
+    rounds = len(calls)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert e3.generate(target, drafts["fair"], PROMPTS, NEW, "tree:3x3x9") == expected
+    assert len(calls) == 2 * rounds + 1
+    assert e3.generate(target, drafts["fair"], PROMPTS, 1, "tree:3x3x9")[0].tokens == expected[0].tokens[:1]
+    assert len(calls) == 2 * rounds + 1  # where prefill is all, no round is begun
 
 
 def test_a_tree_of_top_1_is_the_chain(target, drafts) -> None:
@@ -209,6 +245,24 @@ def test_mixed_lengths_compile_nothing_new(target, drafts) -> None:
     assert speculate._cache_size() == before
 
 
+def test_lengths_compile_one_program_for_each_power_of_two(target) -> None:
+    def run(*lengths: int) -> int:
+        for length in lengths:
+            e3.generate(target, None, [5] * length, 2)
+        return _read_prompts._cache_size() + speculate._cache_size()
+
+    assert run(20, 40, 100) == run(1, 32, 33, 64, 65, 80, 96, 97, 120)
+
+
+def test_sizes_are_powers_of_two_up_to_the_context(target) -> None:
+    assert {padded_length(n) for n in range(1, 1025)} == {32, 64, 128, 256, 512, 1024}
+    wide = dataclasses.replace(target, config=dataclasses.replace(target.config, max_positions=1300))
+    entries = {(n, new): cache_entries(wide, [[0] * n], [new], PLAIN) for n in range(1, 1300) for new in (1, 300, 9999)}
+    assert set(entries.values()) == {128, 256, 512, 1024, 1408, 2048}
+    for (n, new), size in entries.items():  # 2048: to which a prompt of more than 1024 is padded
+        assert size >= max(min(n + new, 1300) + 2, padded_length(n)) and (size < 2048 or n > 1024)
+
+
 # --- requests that cannot be served
 
 
@@ -225,6 +279,8 @@ def test_mixed_lengths_compile_nothing_new(target, drafts) -> None:
         ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens 9"),
         ({"min_tokens": -1}, "min_tokens -1"),
         ({"stop_token_ids": [64]}, "64 is outside"),
+        ({"logit_bias": {3: 1e39}}, "logit_bias"),
+        ({"temperature": 1e39}, "temperature 1e"),
         ({"sampling": e3.SamplingParams(), "temperature": 1.0}, "put all of them into sampling="),
         ({"sampling": [e3.SamplingParams()] * 2}, "2 sampling settings for 1 prompts"),
         ({"strategy": "tree:2x65x66"}, "the draft's vocabulary has 64"),
@@ -234,3 +290,30 @@ def test_impossible_settings_are_refused_in_one_line(target, drafts, changes: di
     with pytest.raises(e3.UserError, match=message) as caught:
         e3.generate(target, drafts["fair"], [5, 6], **changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("top_k", 1.5), ("min_tokens", 0.5), ("max_new_tokens", "8"), ("seed", 1.5), ("seed", "x")),
+        *(("temperature", "hot"), ("top_p", None), ("logit_bias", {5: "x"}), ("logit_bias", [5])),
+        *(("logit_bias", {"5": 1.0}), ("stop_token_ids", 5), ("stop_token_ids", ["5"])),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused_in_one_line(setting: str, value, untyped) -> None:
+    with pytest.raises(e3.UserError, match=setting) as caught:
+        check_params(e3.SamplingParams(**{setting: value}), VOCAB)
+    assert "\n" not in str(caught.value)
+    if setting == "seed":
+        with pytest.raises(e3.UserError, match="seed"):
+            spread(e3.SamplingParams(seed=value), 2)
+
+
+def test_settings_beyond_any_size_are_as_good_as_the_largest(target) -> None:
+    """And end tokens that the target's vocabulary does not have (a config may name them) never come."""
+    params = e3.SamplingParams(10**12, temperature=1.0, top_k=10**10, min_tokens=10**11, seed=10**30)
+    odd = dataclasses.replace(target, eos_token_ids=(2, VOCAB, -1))
+    sampling = device_sampling(odd, [[3, 4]], [params])
+    assert sampling.random.top_k.tolist() == [VOCAB]
+    assert sampling.min_tokens.until.tolist() == [2 + target.config.max_positions]
+    assert np.flatnonzero(sampling.min_tokens.stops[0]).tolist() == [2]

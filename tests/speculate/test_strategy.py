@@ -77,3 +77,9 @@ def test_more_nodes_than_can_be_drafted_are_refused(strategy: str, most: int) ->
 def test_impossible_static_trees_are_refused(paths, message: str) -> None:
     with pytest.raises(e3.UserError, match=message):
         parse_strategy(paths)
+
+
+@pytest.mark.parametrize("strategy", [None, 3, [1, 2]])
+def test_what_is_no_strategy_at_all_is_refused(strategy, untyped) -> None:
+    with pytest.raises(e3.UserError, match="is neither text nor a list of paths"):
+        parse_strategy(strategy)
