@@ -113,6 +113,7 @@ def drafts(world: World) -> dict[str, Draft]:
     return {
         "good": world.train(),
         "normed": world.train(fc_norm=True),
+        "fed back normed": world.train(norm_output=True),
         "wrong teacher": world.train(learn="no final norm"),
         "last tap normed": world.train(last="final norm"),
     }

@@ -101,7 +101,6 @@ FAULTS = {
     "embedding out": _taps(1, 2, 4),
     "last layer in": _taps(0, 2, LAYERS),
     "norm_before_residual": _flag(norm_before_residual=True),
-    "norm_output": _flag(norm_output=True),
     "rope theta": _theta(10000.0),
     "order and residual": _both(_taps(2, 0, 4), _flag(norm_before_residual=True)),
     "d2t of absolute ids": absolute_map,
@@ -111,14 +110,15 @@ FAULTS = {
     "no statement of taps": no_taps,
 }
 
+FED_BACK_FAULTS = {"norm_output": _flag(norm_output=False)}
 NORM_FAULTS = {"fc_norm not carried over": _flag(fc_norm=False), "norms before fc joined": norms_joined}
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *NORM_FAULTS])
+@pytest.mark.parametrize("fault", [*FAULTS, *NORM_FAULTS, *FED_BACK_FAULTS])
 def test_a_planted_fault_is_found_and_repaired(world, doctor, drafts, tmp_path, fault):
-    good = drafts["normed" if fault in NORM_FAULTS else "good"]
+    good = drafts["normed" if fault in NORM_FAULTS else "fed back normed" if fault in FED_BACK_FAULTS else "good"]
     e3.save_draft(good, tmp_path / "ill", speculative_tokens=5)
-    (FAULTS | NORM_FAULTS)[fault](tmp_path / "ill")
+    (FAULTS | NORM_FAULTS | FED_BACK_FAULTS)[fault](tmp_path / "ill")
     opened = open_draft(tmp_path / "ill", world.target)
     diagnosis = doctor(opened, 4 if fault == "norm_output" else 2)  # what is fed back shows with depth
     best, declared = diagnosis.best, diagnosis.declared
