@@ -8,13 +8,15 @@ zip of torch >= 1.6 and the older stream of pickles followed by raw storages.
     sample = load_torch("data_0.ckpt", lazy=True)       # nested containers; tensors are read when asked for
 """
 
+import contextlib
 import gzip
 import io
+import math
 import pickletools
 import zipfile
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,11 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
     "UntypedStorage": "uint8",
 }
+# A file of a few kilobytes may ask for any amount of memory; honest ones stay far below these.
+_MAX_PROGRAM = 1 << 24  # bytes of a pickle
+_MAX_COPIED = 1 << 24  # elements that calls may copy
+_MAX_EXPANDED = 1 << 20  # elements of a tensor that repeats its storage
+_MAX_GZIP, _MAX_RATIO = 1 << 26, 32  # a gzipped file may unpack to this, or to so many times its own size
 # What running or resolving a damaged program can raise; MemoryError where a length is damaged.
 _TORN = (
     LookupError,
@@ -68,11 +75,16 @@ def load_torch(path: str | Path, lazy: bool = False) -> Any:
     container or a plain value, naming its class; nothing in the file is executed.
     """
     path = Path(path)
-    try:
+    with _told(path):
         content = _unpack(path)
-        if lazy:
-            return content
-        return _convert(content, lambda tensor: tensor.read())
+    return content if lazy else _convert(content, lambda tensor: tensor.read())
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turns whatever a refused or damaged file raises into a UserError that names it."""
+    try:
+        yield
     except _Refusal as error:
         raise UserError(f"{error} / {path} / only tensors, containers and plain values are read") from error
     except _TORN as error:
@@ -125,8 +137,14 @@ class StoredTensor:
     storage: _Storage
     offset: int
     strides: tuple[int, ...]
+    path: Path = Path()
 
     def read(self) -> np.ndarray:
+        """The array. UserError if its part of the file is damaged or gone."""
+        with _told(self.path):
+            return self._read()
+
+    def _read(self) -> np.ndarray:
         flat = self.storage.array(self.dtype)
         strides = [step * self.dtype.itemsize for step in self.strides]
         # Torch writes anything for the strides of an empty tensor.
@@ -138,15 +156,18 @@ class StoredTensor:
 def _rebuild(storage: _Storage, offset: int, shape, strides, *rest, dtype: np.dtype | None = None) -> StoredTensor:
     """torch._utils._rebuild_tensor_v2; rest: requires_grad, hooks, metadata (conjugate or negative views)."""
     if len(rest) > 2 and rest[2]:
-        raise _Refusal(f"a tensor has metadata {rest[2]!r}")
+        raise _Refusal("a tensor has metadata (a conjugate or negative view)")
+    _checked(storage, _Storage)
     dtype = dtype or storage.dtype
     shape, strides = tuple(shape), tuple(strides)
     numbers = (offset, *shape, *strides)
     if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in numbers):
-        raise ValueError(f"a tensor of shape {shape}, strides {strides}, offset {offset}")
+        raise ValueError("a tensor whose shape, strides or offset are no sizes")
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if 0 not in shape and last >= storage.items * storage.dtype.itemsize // dtype.itemsize:
         raise ValueError(f"a tensor of shape {shape} reaches beyond its storage of {storage.items}")
+    if math.prod(shape) > max(_MAX_EXPANDED, storage.items * storage.dtype.itemsize):
+        raise ValueError(f"a tensor of shape {shape} repeats a storage of {storage.items}")
     return StoredTensor(shape, dtype, storage, offset, strides)
 
 
@@ -156,8 +177,25 @@ def _rebuild_v3(storage, offset, shape, strides, requires_grad, hooks, dtype, me
 
 def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":  # how protocol 2 writes bytes
-        raise ValueError(f"bytes in the encoding {encoding!r}")
+        raise ValueError("bytes in another encoding than latin1")
     return text.encode(encoding)
+
+
+def _device(*place: Any) -> str:
+    if any(type(part) not in (str, int) for part in place):
+        raise TypeError("a device that is no name and number")
+    return ":".join(map(str, place))
+
+
+def _dict(pairs: Any = ()) -> dict[Any, Any]:
+    items = list(pairs.items() if isinstance(pairs, dict) else pairs)
+    return _pairs([part for item in items for part in _checked_pair(item)])
+
+
+def _checked_pair(item: Any) -> Any:
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise TypeError("a dict of what are no pairs")
+    return item
 
 
 # What a pickle may call, with what is called in its stead. Data (dtypes, storage classes) is not callable.
@@ -167,11 +205,11 @@ _CALLS: dict[str, Callable] = {
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
     "torch._utils._rebuild_parameter": lambda data, requires_grad, hooks: data,
     "torch.Size": tuple,
-    "torch.device": lambda *place: ":".join(map(str, place)),
-    "collections.OrderedDict": lambda pairs=(): dict(pairs),
-    "collections.Counter": lambda counts=(): dict(counts),
-    "builtins.set": lambda items=(): set(items),
-    "__builtin__.set": lambda items=(): set(items),
+    "torch.device": _device,
+    "collections.OrderedDict": _dict,
+    "collections.Counter": _dict,
+    "builtins.set": lambda items=(): set(_keys(items)),
+    "__builtin__.set": lambda items=(): set(_keys(items)),
     "_codecs.encode": _encode,
 }
 
@@ -209,9 +247,12 @@ def _run(stream: io.BytesIO, persistent: Callable[[tuple], _Storage] | None) -> 
     """Runs one pickle and leaves the stream behind it. persistent: makes storages from their identifying tuples."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
+    copied = 0
 
     def pop_mark() -> list[Any]:
-        place = max(i for i, item in enumerate(stack) if item is _MARK)
+        place = len(stack) - 1
+        while stack[place] is not _MARK:  # from the top, so that many marks take no longer than their items
+            place -= 1
         items = stack[place + 1 :]
         del stack[place:]
         return items
@@ -252,7 +293,7 @@ def _run(stream: io.BytesIO, persistent: Callable[[tuple], _Storage] | None) -> 
             case "DICT":
                 stack.append(_pairs(pop_mark()))
             case "FROZENSET":
-                stack.append(frozenset(pop_mark()))
+                stack.append(frozenset(_keys(pop_mark())))
             case "APPEND":
                 item = stack.pop()
                 _checked(stack[-1], list).append(item)
@@ -261,10 +302,10 @@ def _run(stream: io.BytesIO, persistent: Callable[[tuple], _Storage] | None) -> 
                 _checked(stack[-1], list).extend(items)
             case "ADDITEMS":
                 items = pop_mark()
-                _checked(stack[-1], set).update(items)
+                _checked(stack[-1], set).update(_keys(items))
             case "SETITEM":
                 value, key = stack.pop(), stack.pop()
-                _checked(stack[-1], dict)[key] = value
+                _checked(stack[-1], dict).update(_pairs([key, value]))
             case "SETITEMS":
                 items = pop_mark()
                 _checked(stack[-1], dict).update(_pairs(items))
@@ -276,7 +317,10 @@ def _run(stream: io.BytesIO, persistent: Callable[[tuple], _Storage] | None) -> 
             case "REDUCE":
                 arguments, function = stack.pop(), stack.pop()
                 if not isinstance(function, _Global) or function.name not in _CALLS:
-                    raise _Refusal(f"it calls {getattr(function, 'name', function)!r}")
+                    raise _Refusal(f"it calls {getattr(function, 'name', type(function).__name__)!r}")
+                copied += sum(len(part) for part in arguments if isinstance(part, _SIZED))
+                if copied > _MAX_COPIED:
+                    raise _Refusal("its calls copy the same data over and over")
                 stack.append(function.value(*arguments))
             case "BUILD":
                 stack.pop()  # attributes of an OrderedDict: torch keeps version numbers there
@@ -291,7 +335,18 @@ def _run(stream: io.BytesIO, persistent: Callable[[tuple], _Storage] | None) -> 
 
 
 def _pairs(items: list[Any]) -> dict[Any, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
+    return dict(zip(_keys(items[::2]), items[1::2], strict=True))
+
+
+_SIZED = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
+
+
+def _keys(items: Any) -> Any:
+    """Items that may be hashed: tuples of tuples take forever, and so do large integers chosen to collide."""
+    for item in items:
+        if item is not None and (type(item) not in (str, int, bool) or (type(item) is int and item.bit_length() > 60)):
+            raise _Refusal("a dict or set has other keys than strings, integers and None")
+    return items
 
 
 def _checked(value: Any, kind: type) -> Any:
@@ -306,13 +361,22 @@ def _unpack(path: Path) -> Any:
         head = file.read(4)
     source: Path | bytes = path
     if head[:2] == b"\x1f\x8b":
-        source = gzip.decompress(path.read_bytes())
+        source = _gunzip(path)
         head = source[:4]
     if head == b"PK\x03\x04":
         content = _read_zip(source)
     else:
         content = _read_legacy(path.read_bytes() if isinstance(source, Path) else source)
-    return _convert(content, lambda tensor: tensor)
+    return _convert(content, lambda tensor: replace(tensor, path=path))
+
+
+def _gunzip(path: Path) -> bytes:
+    limit = max(_MAX_GZIP, _MAX_RATIO * path.stat().st_size)
+    with gzip.open(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise _Refusal(f"it unpacks to more than {limit} bytes, {_MAX_RATIO} times its size")
+    return data
 
 
 def _open_zip(source: Path | bytes) -> zipfile.ZipFile:
@@ -328,29 +392,48 @@ def _read_zip(source: Path | bytes) -> Any:
         root = roots[0]
         if any(name.startswith(f"{root}code/") for name in names):
             raise _Refusal("it is a TorchScript archive, a program")
+        sizes = _stored_sizes(archive, source)
+        if sizes[f"{root}data.pkl"] > _MAX_PROGRAM or sizes.get(f"{root}byteorder", 0) > _MAX_PROGRAM:
+            raise _Refusal(f"its data.pkl has more than {_MAX_PROGRAM} bytes")
         if f"{root}byteorder" in names and archive.read(f"{root}byteorder") != b"little":
             raise _Refusal("its tensors are big-endian")
         program = archive.read(f"{root}data.pkl")
 
     def member(key: str) -> bytes:
         with _open_zip(source) as archive:
+            _stored_sizes(archive, source)
             return archive.read(f"{root}data/{key}")
 
     storages: dict[str, _Storage] = {}
 
     def persistent(identity: tuple) -> _Storage:
         kind, storage_class, key, _location, items = identity
-        if kind != "storage" or f"{root}data/{key}" not in names:
-            raise ValueError(f"storage {key!r} is missing")
-        return storages.setdefault(key, _storage(storage_class, items, lambda: member(key)))
+        place = f"{root}data/{_checked(key, str)}"
+        if kind != "storage" or place not in sizes:
+            raise ValueError(f"storage {key[:40]!r} is missing")
+        storage = storages.setdefault(key, _storage(storage_class, items, lambda: member(key)))
+        if sizes[place] != storage.items * storage.dtype.itemsize:  # padding lies between members, never in them
+            raise ValueError(f"a storage of {storage.items} {storage.dtype} has {sizes[place]} bytes")
+        return storage
 
     return _run(io.BytesIO(program), persistent)
+
+
+def _stored_sizes(archive: zipfile.ZipFile, source: Path | bytes) -> dict[str, int]:
+    """{member: bytes}. torch.save never compresses; a member that is compressed or overlaps another is a trap."""
+    members = archive.infolist()
+    if any(m.compress_type != zipfile.ZIP_STORED or m.compress_size != m.file_size for m in members):
+        raise _Refusal("it has compressed members, as torch.save never writes")
+    total = len(source) if isinstance(source, bytes) else source.stat().st_size
+    if sum(m.file_size for m in members) > total:
+        raise ValueError("its members are longer than the file")
+    return {m.filename: m.file_size for m in members}
 
 
 def _storage(storage_class: Any, items: Any, read: Callable[[], bytes]) -> _Storage:
     dtype = _checked(storage_class, _Global).value
     if not isinstance(dtype, np.dtype) or type(items) is not int or items < 0:
-        raise ValueError(f"a storage of {items!r} elements")
+        raise ValueError("a storage of no length")
     return _Storage(dtype, items, read)
 
 
@@ -369,12 +452,13 @@ def _read_legacy(data: bytes) -> Any:
         kind, storage_class, key, _location, items, view = identity
         if kind != "storage" or view is not None:
             raise _Refusal("it has views of storages, as only torch 0.x wrote them")
+        _checked(key, str)
         return storages.setdefault(key, _storage(storage_class, items, lambda: places[key]))
 
     content = _run(stream, persistent)
     places: dict[str, bytes] = {}
     for key in _checked(_run(stream, None), list):
-        storage = storages[key]
+        storage = storages[_checked(key, str)]
         if int.from_bytes(stream.read(8), "little") != storage.items:
             raise ValueError(f"storage {key} has another length than its tensors say")
         places[key] = stream.read(storage.items * storage.dtype.itemsize)

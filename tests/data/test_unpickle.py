@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from eagle3_jax.data import unpickle as module
 from eagle3_jax.data.unpickle import StoredTensor, load_state_dict, load_torch
 from eagle3_jax.errors import UserError
 
@@ -209,3 +210,71 @@ def test_other_files(tmp_path):
         load_torch(tmp_path / "x.zip")
     with pytest.raises(UserError, match="No such file"):
         load_torch(tmp_path / "absent.pt")
+
+
+# --- small files that ask for much: refused at once, in one line
+
+
+def _bomb(levels: int) -> bytes:
+    """A tuple of twice the same tuple of twice ...: small as a graph, 2**levels long to whoever walks or prints it."""
+    return b")" + b"q\x00h\x00\x86" * levels
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"\x80\x02}" + _bomb(60) + b"K\x01s.",  # a key
+        b"\x80\x02}(" + _bomb(60) + b"K\x01u.",
+        b"\x80\x04\x8f(" + _bomb(60) + b"\x90.",  # a member of a set
+        b"\x80\x04(" + _bomb(60) + b"\x91.",
+        b"\x80\x02c__builtin__\nset\n(" + _bomb(60) + b"tR.",
+        b"\x80\x02ccollections\nOrderedDict\n](" + _bomb(60) + b"K\x01\x86e\x85R.",
+        b"\x80\x02ctorch\ndevice\n" + _bomb(60) + b"\x85R.",
+        b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00a" + _bomb(60) + b"\x86R.",
+        b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + _bomb(60) + b"NK\x01tQ.",  # the name of a storage
+        b"\x80\x02}\x8a\x09" + b"\x01" * 9 + b"Ns.",  # an integer as one chosen to collide
+        b"\x80\x02ctorch\nSize\nq\x00](" + b"N" * 5000 + b"eq\x01" + b"h\x00h\x01\x85R0" * 4000 + b".",  # copies
+    ],
+)
+def test_a_program_that_never_ends_is_refused(tmp_path, program):
+    (tmp_path / "x.pt").write_bytes(_torch_zip(program))
+    with pytest.raises(UserError) as refused:
+        load_torch(tmp_path / "x.pt")
+    assert "\n" not in str(refused.value)
+
+
+def test_many_marks_take_no_longer_than_their_items(tmp_path):
+    (tmp_path / "x.pt").write_bytes(_torch_zip(b"\x80\x02(" + b"N" * 50_000 + b"(t0" * 50_000 + b"l."))
+    assert len(load_torch(tmp_path / "x.pt")) == 50_000
+
+
+def test_archives_that_unpack_to_more_than_they_are(tmp_path, monkeypatch):
+    file, program = tmp_path / "x.pt", _tensor_program(4, 0, (4,), (1,))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", program)
+        archive.writestr("x/data/0", bytes(16))
+    with pytest.raises(UserError, match="compressed members, as torch.save never writes"):
+        load_torch(file)
+    file.write_bytes(_torch_zip(_tensor_program(4, 0, (4,), (1,)), s0=bytes(20)))
+    with pytest.raises(UserError, match="a storage of 4 float32 has 20 bytes"):
+        load_torch(file)
+    file.write_bytes(_torch_zip(_tensor_program(1, 0, (1 << 30, 2), (0, 0)), s0=bytes(4)))
+    with pytest.raises(UserError, match="repeats a storage of 1"):
+        load_torch(file)
+    monkeypatch.setattr(module, "_MAX_GZIP", 10_000)
+    file.write_bytes(gzip.compress(bytes(10_001)))
+    with pytest.raises(UserError, match="unpacks to more than 10000 bytes"):
+        load_torch(file)
+
+
+def test_a_storage_that_is_damaged_after_opening_is_one_line(tmp_path):
+    file = tmp_path / "x.pt"
+    whole = _torch_zip(_tensor_program(4, 0, (4,), (1,)), s0=b"\x01\x02\x03\x04" * 4)
+    file.write_bytes(whole.replace(b"\x01\x02\x03\x04" * 4, b"\x01\x02\x03\x05" * 4))  # against its checksum
+    with pytest.raises(UserError, match=r"x\.pt / Bad CRC-32"):
+        load_torch(file, lazy=True).read()
+    file.write_bytes(whole)
+    lazy = load_torch(file, lazy=True)
+    file.unlink()
+    with pytest.raises(UserError, match=r"x\.pt / No such file"):
+        lazy.read()
