@@ -48,13 +48,15 @@ def refuse_other_kinds(raw: dict[str, Any], stored: Tensors, where: str) -> None
     names = canonical_names(stored, where)
     architecture = " ".join(raw.get("architectures") or [])
     eagle = raw.get("eagle_config") or {}
+    hidden = (raw.get("transformer_layer_config") or raw).get("hidden_size")
     width = names["fc.weight"].shape[-1] if "fc.weight" in names and names["fc.weight"].ndim == 2 else 0
     has_layer = any(name.startswith("layers.0.self_attn.") for name in names)
     kinds = {
         "P-EAGLE (parallel drafting)": "mask_hidden" in names
         or "peagle" in f"{architecture} {raw.get('speculators_model_type')}".lower()
-        or raw.get("pard_token") is not None,
-        "Medusa or parallel-head": (eagle.get("parallel_draft_step") or 1) > 1
+        or raw.get("pard_token") is not None
+        or raw.get("mask_token_id") is not None,
+        "Medusa or parallel-head": eagle.get("parallel_draft_step") not in (None, 0, 1)
         or any(name.startswith(("parallel_draft_heads.", "medusa_heads.")) for name in names),
         "MLA (DeepSeek or Kimi attention)": any("kv_a_proj_with_mqa" in name for name in names)
         or "DeepseekV2" in architecture,
@@ -62,7 +64,7 @@ def refuse_other_kinds(raw: dict[str, Any], stored: Tensors, where: str) -> None
         "EAGLE-1 or EAGLE-2": has_layer
         and "layers.0.hidden_norm.weight" not in names
         and "lm_head.weight" not in names
-        and width == 2 * (raw.get("hidden_size") or -1),
+        and width == 2 * (hidden if isinstance(hidden, int) else -1),
     }
     for kind, found in kinds.items():
         if found:

@@ -16,17 +16,6 @@ _DRAFT_KEYS = frozenset(
     + ("num_aux_hidden_states", "use_aux_norm", "eagle3_jax", "logit_scale", "target_model_type")
     + NORM_FLAGS
 )
-# Switches of eagle_config, with the values that mean the network we have.
-_EAGLE_SWITCHES = {
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-    "next_layer_regular": True,
-}
-_EAGLE_KEYS = frozenset(
-    ("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_fc", "parallel_draft_step")
-    + ("parallel_draft_heads_num_layers", *_EAGLE_SWITCHES)
-)
 
 
 def read(
@@ -42,7 +31,7 @@ def read(
     file = f"{where}/config.json"
     tensors = canonical_names(stored, where)
     shapes = {name: tuple(array.shape) for name, array in tensors.items()}
-    _check_eagle_config(raw.get("eagle_config") or {}, file)
+    _refuse_ambiguous_norm_output(raw, file)
     if raw.get("logit_scale", 1.0) not in (None, 1.0):
         raise UserError(f"{file} has logit_scale {raw['logit_scale']} / only 1.0 is supported")
     decoder_keys = {key: value for key, value in raw.items() if key not in _DRAFT_KEYS}
@@ -53,10 +42,8 @@ def read(
     has_qk_norm = "layers.0.self_attn.q_norm.weight" in tensors
     decoder_keys["model_type"] = "qwen3" if has_qk_norm else "llama"
     decoder = decoder_config(decoder_keys, file, strict=True)
-    config = draft_config(_with_flags(raw), decoder, file, taps, shapes, convention, num_layers)
-    stated = raw.get("num_aux_hidden_states")
-    if stated is not None and stated != len(config.taps):
-        raise UserError(f"{file} has num_aux_hidden_states {stated} but {len(config.taps)} taps / correct one of them")
+    flags = {**raw, "fc_norm": raw.get("fc_norm") or raw.get("use_aux_norm")}  # SGLang's older name
+    config = draft_config(flags, decoder, file, taps, shapes, convention, num_layers)
     if raw.get("tie_word_embeddings") and "lm_head.weight" not in tensors:
         if "embed_tokens.weight" not in tensors:
             raise UserError(f"tie_word_embeddings is on but neither lm_head nor embed_tokens is stored / {where}")
@@ -73,23 +60,14 @@ def _no_verifier() -> dict[str, Any]:
     return {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}
 
 
-def _with_flags(raw: dict[str, Any]) -> dict[str, Any]:
-    """The config with flags under their usual names: vLLM reads norm_before_fc nested too, SGLang use_aux_norm."""
-    nested = (raw.get("eagle_config") or {}).get("norm_before_fc")
-    return {
-        **raw,
-        "norm_before_fc": raw.get("norm_before_fc") or nested,
-        "fc_norm": raw.get("fc_norm") or raw.get("use_aux_norm"),
-    }
-
-
-def _check_eagle_config(eagle: dict[str, Any], where: str) -> None:
-    unknown = sorted(key for key in eagle if key not in _EAGLE_KEYS and eagle[key] not in (None, False))
-    if unknown:
-        raise UserError(f"{where} has eagle_config keys that are not understood: {', '.join(unknown)}")
-    for key, expected in _EAGLE_SWITCHES.items():
-        if eagle.get(key) not in (None, expected):
-            raise UserError(f"{where} has eagle_config.{key} {eagle[key]} / only {expected} is supported")
+def _refuse_ambiguous_norm_output(raw: dict[str, Any], where: str) -> None:
+    """An explicit false has two meanings; true has one to all servers, and our own block says who wrote it."""
+    if raw.get("norm_output") is False and "eagle3_jax" not in raw:
+        raise UserError(
+            f"{where} has norm_output false: SGLang and vLLM then feed back the un-normed hidden, SpecForge leaves out "
+            "the final norm before lm_head, which is not supported / remove the key if the draft was trained with that "
+            "norm"
+        )
 
 
 def write(draft: Draft, architecture: str, eagle_config: dict[str, Any] | None) -> dict[str, Any]:

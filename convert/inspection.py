@@ -63,12 +63,15 @@ def inspect(
         "target": checkpoint.facts.get("target"),
         "borrows": draft.missing,
         "servers": findings(folder),
-        "notes": _notes(folder, target),
+        "notes": notes_on(folder, target),
     }
 
 
 def _placeholder(raw: dict[str, Any], stored, where: str, error: UnknownTaps) -> TapSet:
-    """Taps of the right number, to read the rest of a draft whose taps are unknown; never shown."""
+    """Taps to read the rest of a draft whose taps are unknown, never shown: a reading of the ids the file has, so that
+    they are what is compared with its fc; else as many as its fc is wide."""
+    if error.readings and (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
+        return error.readings[0]
     fc = canonical_names(stored, where).get("fc.weight")
     layer = raw.get("transformer_layer_config") or raw
     width = raw.get("target_hidden_size") or layer.get("hidden_size") or 1
@@ -127,7 +130,8 @@ def _vocabulary(draft: Draft, stored) -> dict[str, Any]:
     }
 
 
-def _notes(folder: Folder, target: TargetFacts | None) -> list[str]:
+def notes_on(folder: Folder, target: TargetFacts | None) -> list[str]:
+    """What a reader of the folder should know or ask, one sentence each."""
     notes, rope = [], folder.draft.config.decoder.rope
     reach = folder.draft.config.decoder.max_positions
     if target is not None and target.max_positions and reach < target.max_positions:
@@ -135,12 +139,30 @@ def _notes(folder: Folder, target: TargetFacts | None) -> list[str]:
             f"has max_position_embeddings {reach}, its target {target.max_positions}: some servers size a table by it "
             "and fail on longer prompts; here positions are computed as they come"
         )
+    foreign = "eagle3_jax" not in folder.raw
+    if folder.format == "safeailab" and foreign and folder.raw.get("rope_theta") not in (None, 10000.0):
+        notes.append(
+            "SafeAILab's training ignores rope_theta and rotates by 10000, its inference uses the stated "
+            f"{rope.theta:g}: if the draft was trained there, correct the key; `eagle3 doctor` measures which"
+        )
+    if folder.format == "modelopt" and foreign:
+        notes.append(
+            "ModelOpt's training since December 2025 norms the hidden state twice in the first layer, by its code; "
+            "servers, and this project, norm it once: compare the acceptance with the training's"
+        )
     if folder.format == "modelopt" and rope.kind == "yarn":
         notes.append("ModelOpt can write YaRN into the export of a draft trained with plain rope: ask how it was made")
-    if folder.format == "sglang" and "norm_output" in folder.raw:
+    if folder.format != "speculators" and foreign and folder.raw.get("norm_output"):
         notes.append(
             "norm_output is read as SGLang, vLLM and speculators do (the normed hidden is fed back); SpecForge means "
             "the norm before lm_head by it and always feeds back the un-normed hidden"
+        )
+    early = str(folder.raw.get("speculators_version")).split(".")[:2] in (["0", "3"], ["0", "4"])
+    if early and foreign and folder.top_ids == list(folder.draft.taps):
+        later = [i + 1 for i in folder.top_ids]
+        notes.append(
+            "speculators 0.3 and 0.4 captured training data one block later than vLLM serves: a draft trained on such "
+            f"data reads {later} (--convention block-output), not {folder.top_ids}; `eagle3 doctor` measures which"
         )
     if folder.draft.missing:
         notes.append(f"stores no {', '.join(folder.draft.missing)}: lent by the target")

@@ -4,12 +4,11 @@ Its code taps the inputs of blocks 2, N//2 and N-3 whatever the file says, and k
 """
 
 import re
-from functools import partial
 from typing import Any
 
 from convert import flat
-from eagle3_jax.draft.draft import Draft, stored_tensors
-from eagle3_jax.draft.folder import Tensors
+from eagle3_jax.draft.draft import Checkpoint, Draft, stored_tensors
+from eagle3_jax.draft.folder import Tensors, canonical_names
 from eagle3_jax.errors import UserError
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -18,8 +17,13 @@ _CANNOT = (
     *("attention_bias", "mlp_bias", "qk_norm", "sliding_window", "num_hidden_layers"),
 )
 
-# Its num_hidden_layers may be the target's (the Vicuna draft says 40): the code always builds one layer.
-read = partial(flat.read, counts_layers=False)
+
+def read(raw: dict[str, Any], stored: Tensors, where: str, *settled) -> Checkpoint:
+    """A draft of the research code. Its num_hidden_layers may be the target's (the Vicuna draft says 40): the code
+    always builds one layer; and it reads `bias` but builds fc without one, so the tensor tells. settled: see flat.read.
+    """
+    has_bias = "fc.bias" in canonical_names(stored, where)
+    return flat.read({**raw, "bias": has_bias}, stored, where, *settled, counts_layers=False)
 
 
 def looks_like(raw: dict[str, Any], names: set[str]) -> bool:

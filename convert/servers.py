@@ -35,6 +35,10 @@ class Folder:
     def nested_ids(self) -> list[int] | None:
         return (self.raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
 
+    def stores(self, name: str) -> bool:
+        """Whether the files hold a tensor, by its canonical name."""
+        return any(stored.removeprefix("model.") == name for stored in self.names)
+
     @property
     def flags(self) -> list[str]:
         """Options beyond the first EAGLE-3, by the name of the key."""
@@ -63,6 +67,11 @@ def _vllm(folder: Folder) -> list[str]:
     if folder.top_ids is None and draft.config.use_aux_hidden_state:
         where = "only in eagle_config, which older versions do not read" if folder.nested_ids else "nowhere"
         found.append(f"silent: ids are {where}, so it may capture {_DEFAULT} / convert --to speculators")
+        if folder.nested_ids and not (folder.taps_known and list(draft.taps) == folder.nested_ids):
+            found.append(
+                f"silent: versions that read eagle_config take its ids as block inputs, {folder.nested_ids}"
+                + (f"; the draft reads {list(draft.taps)}" if folder.taps_known else "")
+            )
     found += _order(folder)
     count = len(draft.taps)
     if count != 3 and "num_aux_hidden_states" not in folder.raw and folder.nested_ids is None:
@@ -97,6 +106,8 @@ def _sglang(folder: Folder) -> list[str]:
     found += _order(folder)
     if any(name.startswith("layers.0.") for name in folder.names):
         found.append("silent in older versions, which know midlayer.* only and ignore layers.0.* / convert --to sglang")
+    if folder.raw.get("tie_word_embeddings") and folder.stores("lm_head.weight"):
+        found.append("silent: uses the embedding as lm_head (tie_word_embeddings), not the lm_head that is stored")
     ignored = flat.unsupported(
         draft,
         ("norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias", "qk_norm", "sliding_window"),

@@ -9,6 +9,7 @@ this project uses this numbering; foreign conventions are translated here and no
 is the only place where features are concatenated, and it compares both sets in plain Python before any number exists.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.errors import UserError
+
+CONVERT = "python -m convert SRC DST --to speculators"  # makes a copy that says what its source does not
 
 
 class WiringError(AssertionError, ValueError):
@@ -47,8 +50,13 @@ class TapSet:
         values = tuple(points.points if isinstance(points, TapSet) else points)
         if not values:
             raise WiringError("tap set is empty: name at least one tap, for example [2, 15, 27]")
-        if any(isinstance(p, bool) or not isinstance(p, int) or p < 0 for p in values):
+        try:  # numpy's integers too
+            numbers = [-1 if isinstance(p, bool) else operator.index(p) for p in values]
+        except TypeError:
+            numbers = [-1]
+        if min(numbers) < 0:
             raise WiringError(f"taps {list(values)} must be integers >= 0 (0 = embedding, k = input of block k)")
+        values = tuple(numbers)
         if len(set(values)) != len(values):
             raise WiringError(f"taps {list(values)} name a point twice: each tap may appear once")
         object.__setattr__(self, "points", values)
@@ -138,7 +146,7 @@ def resolve_taps(
     Raises WiringError where two places contradict each other, UnknownTaps where nothing decides.
     """
     for ids in (top, nested, own):
-        if ids is not None and not isinstance(ids, list):
+        if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise WiringError(f"{where}: eagle_aux_hidden_state_layer_ids is {ids!r} / it must be a list of numbers")
     readings = _readings(where, top, nested, convention)
     for source in (own, given):
@@ -152,15 +160,15 @@ def resolve_taps(
     if readings:
         raise UnknownTaps(
             f"{where} has eagle_config ids {nested}: the older SGLang adds one to them ({readings[0].words()}), the "
-            f"newer only where the first is 1 ({readings[1].words()}) / choose with --convention block-output (the "
-            "former) or block-input (the latter), or name them with --taps",
+            f"newer only where the first is 1 ({readings[1].words()}) / choose with load_draft(taps=) or "
+            f"{CONVERT} --convention block-output (the former) or block-input (the latter), or --taps",
             readings,
         )
     guesses = likely_taps(num_layers)
     listed = " or ".join(str(list(guess)) for guess in guesses) or "[2, N//2, N-3] or [3, N//2+1, N-2]"
     raise UnknownTaps(
         f"{where} does not say which target layers the draft reads (eagle_aux_hidden_state_layer_ids) / name them with "
-        f"--taps: likely are {listed}"
+        f"load_draft(taps=) or {CONVERT} --taps: likely are {listed}"
         + ("" if guesses else " of the target's N blocks")
         + " (the usual default, as block inputs and as block outputs)",
         guesses,

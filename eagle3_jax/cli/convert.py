@@ -53,18 +53,24 @@ def convert_command(
 
     What the destination cannot express is refused by name; a failed conversion leaves no folder.
     """
-    from convert.detect import FORMATS
-    from convert.inspection import inspect, render
-    from eagle3_jax.draft.draft import assemble, read_checkpoint
-    from eagle3_jax.draft.folder import write_folder
+    from convert.detect import FORMATS, detect
+    from convert.inspection import inspect, notes_on, render
+    from convert.servers import Folder
+    from eagle3_jax.draft.draft import assemble, checkpoint_of, refuse_unset_map
+    from eagle3_jax.draft.folder import check_destination, read_folder, write_folder
     from eagle3_jax.models.target import resolve
 
     if sglang_rule is not None and to != "sglang":
         raise UserError("--sglang-rule says how SGLang reads ids / it goes with --to sglang only")
     facts = _target(target)
     place = resolve(source, also=("pytorch_model*.bin",))
-    _check_places(place, destination)
-    checkpoint = read_checkpoint(place, _taps(taps), convention, facts.num_layers if facts else None)
+    check_destination(destination, place)
+    if json_file is not None and json_file.is_dir():
+        raise UserError(f"--json names a folder / {json_file} / name a file")
+    raw, stored = read_folder(place)
+    layout = detect(raw, stored, str(place))
+    checkpoint = checkpoint_of(raw, stored, place, _taps(taps), convention, facts.num_layers if facts else None)
+    refuse_unset_map(checkpoint, str(place))
     draft = assemble(checkpoint, str(place))
     if facts is not None:
         facts.check(draft)
@@ -77,6 +83,9 @@ def convert_command(
     config, tensors = write()
     if to in ("sglang", "safeailab") and facts is not None:
         _compare_embedding(draft, facts)
+    note(f"read {place} ({layout}): taps {list(draft.taps)} = {draft.taps.words(facts.num_layers if facts else None)}")
+    for sentence in notes_on(Folder(draft, raw, frozenset(stored), layout, True), facts):
+        note(f"note: {sentence}")
     write_folder(destination, config, tensors)
     found = inspect(destination, draft.taps, None, facts)
     note(f"wrote {destination} ({to})")
@@ -123,16 +132,12 @@ def _target(path: str | None) -> "TargetFacts | None":
     return None if path is None else target_facts(path)
 
 
-def _check_places(source: Path, destination: Path) -> None:
-    if destination.exists() and destination.resolve() == source.resolve():
-        raise UserError(f"source and destination are the same folder / {source} / name another destination")
-
-
 def _named(draft: "Draft", target: str, facts: "TargetFacts") -> "Draft":
-    """The draft with its verifier named, if no file names one."""
-    if draft.facts["verifier"].get("name_or_path"):
+    """The draft with its verifier named, if no file names one. A GGUF is none that a server of the draft can load."""
+    name = (draft.facts.get("target") or {}).get("hub_id") if facts.path.suffix == ".gguf" else target
+    if draft.facts["verifier"].get("name_or_path") or not name:
         return draft
-    verifier = {"name_or_path": target, "architectures": list(facts.architectures)}
+    verifier = {"name_or_path": name, "architectures": list(facts.architectures)}
     return dataclasses.replace(draft, facts={**draft.facts, "verifier": verifier})
 
 

@@ -153,7 +153,7 @@ class StoredTensor:
         return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides, writeable=False)
 
 
-def _rebuild(storage: _Storage, offset: int, shape, strides, *rest, dtype: np.dtype | None = None) -> StoredTensor:
+def _rebuild(storage: Any, offset: Any, shape, strides, *rest, dtype: np.dtype | None = None) -> StoredTensor:
     """torch._utils._rebuild_tensor_v2; rest: requires_grad, hooks, metadata (conjugate or negative views)."""
     if len(rest) > 2 and rest[2]:
         raise _Refusal("a tensor has metadata (a conjugate or negative view)")
@@ -175,10 +175,10 @@ def _rebuild_v3(storage, offset, shape, strides, requires_grad, hooks, dtype, me
     return _rebuild(storage, offset, shape, strides, requires_grad, hooks, metadata, dtype=dtype)
 
 
-def _encode(text: str, encoding: str) -> bytes:
+def _encode(text: Any, encoding: Any) -> bytes:
     if encoding != "latin1":  # how protocol 2 writes bytes
         raise ValueError("bytes in another encoding than latin1")
-    return text.encode(encoding)
+    return _checked(text, str).encode(encoding)
 
 
 def _device(*place: Any) -> str:

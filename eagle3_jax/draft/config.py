@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.config import DecoderConfig, decoder_config, decoder_config_to_hf
-from eagle3_jax.taps import TapSet, UnknownTaps, WiringError, require, resolve_taps
+from eagle3_jax.taps import CONVERT, TapSet, UnknownTaps, WiringError, require, resolve_taps
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file, by canonical name
 
@@ -32,8 +32,21 @@ _KNOWN = frozenset(
         "transformers_version",
         "eagle3_jax",
         "has_no_defaults_at_init",
+        "num_aux_hidden_states",
     ]
 ) | frozenset(NORM_FLAGS)
+
+# Switches of eagle_config, with the values that mean the network we have.
+_EAGLE_SWITCHES = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+}
+_EAGLE_KEYS = frozenset(
+    ("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_fc", "parallel_draft_step")
+    + ("parallel_draft_heads_num_layers", *_EAGLE_SWITCHES)
+)
 
 # speculators writes transformer_layer_config without what equals the class's default, so these belong in an absent key.
 _DEFAULTS = {
@@ -106,8 +119,6 @@ def draft_config_from_speculators(
     absent key means. convention, num_layers: see `taps.resolve_taps`.
     """
     kind = raw.get("speculators_model_type")
-    if kind == "peagle":
-        raise UserError(f"{where} is a P-EAGLE draft (parallel drafting), which is not supported / use an EAGLE-3 one")
     if kind != "eagle3" or "transformer_layer_config" not in raw:
         kind = kind or (raw.get("architectures") or ["unknown"])[0]
         raise UserError(f"not an EAGLE-3 draft in speculators layout ({kind}) / {where} / use an EAGLE-3 draft")
@@ -123,7 +134,7 @@ def draft_config_from_speculators(
     layer = dict(raw["transformer_layer_config"])
     has_qk_norm = "layers.0.self_attn.q_norm.weight" in shapes
     layer.setdefault("model_type", "qwen3" if has_qk_norm else "llama")
-    if layer["model_type"] not in _DEFAULTS:
+    if layer["model_type"] not in list(_DEFAULTS):  # a list compares, whatever the file holds; a dict would hash it
         known = ", ".join(_DEFAULTS)
         raise UserError(f"{where} has a draft of model_type {layer['model_type']!r} / supported: {known}")
     layer = {**_DEFAULTS[layer["model_type"]], **layer}
@@ -142,9 +153,12 @@ def draft_config(
 ) -> DraftConfig:
     """What config.json says besides the decoder, the same keys in every format."""
     eagle = raw.get("eagle_config") or {}
+    _check_eagle_config(raw, eagle, where)
     use_aux = eagle.get("use_aux_hidden_state") is not False
-    rows = shapes.get("lm_head.weight", (decoder.vocab_size,))[0]
-    return DraftConfig(
+    rows = next(iter(shapes.get("lm_head.weight", ())), decoder.vocab_size)
+    norms = {flag: bool(raw.get(flag)) for flag in NORM_FLAGS}
+    norms["norm_before_fc"] |= bool(eagle.get("norm_before_fc"))  # vLLM reads it there too
+    config = DraftConfig(
         decoder=decoder,
         taps=_taps(raw, where, taps, convention, num_layers) if use_aux else _last_tap(raw, where, taps, num_layers),
         draft_vocab_size=raw.get("draft_vocab_size") or rows,
@@ -152,15 +166,33 @@ def draft_config(
         fc_bias=bool(raw.get("bias")),
         use_aux_hidden_state=use_aux,
         has_fc=use_aux or "fc.weight" in shapes,
-        **{flag: bool(raw.get(flag) or False) for flag in NORM_FLAGS},
+        **norms,
     )
+    stated = raw.get("num_aux_hidden_states")
+    if stated is not None and stated != len(config.taps):
+        raise UserError(f"{where} has num_aux_hidden_states {stated} but {len(config.taps)} taps / correct one of them")
+    return config
+
+
+def _check_eagle_config(raw: dict[str, Any], eagle: dict[str, Any], where: str) -> None:
+    unknown = sorted(key for key in eagle if key not in _EAGLE_KEYS and eagle[key] not in (None, False))
+    if unknown:
+        raise UserError(f"{where} has eagle_config keys that are not understood: {', '.join(unknown)}")
+    for key, expected in _EAGLE_SWITCHES.items():
+        if eagle.get(key) not in (None, expected):
+            raise UserError(f"{where} has eagle_config.{key} {eagle[key]} / only {expected} is supported")
+    if {raw.get("norm_before_fc"), eagle.get("norm_before_fc")} == {True, False}:
+        raise UserError(f"{where} has norm_before_fc twice, in eagle_config with another value / correct one of them")
 
 
 def _own_taps(raw: dict[str, Any], where: str) -> list[int] | None:
     block = raw.get("eagle3_jax") or {}
     if block.get("taps_convention", "block-input") != "block-input":
         raise WiringError(f"{where} numbers taps by {block['taps_convention']!r}; only block-input is written and read")
-    return block.get("taps")
+    ids = block.get("taps")
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+        raise WiringError(f"{where}: eagle3_jax.taps is {ids!r} / it must be a list of numbers")
+    return ids
 
 
 def _taps(raw: dict[str, Any], where: str, given, convention: str | None, num_layers: int | None) -> TapSet:
@@ -176,7 +208,7 @@ def _last_tap(raw: dict[str, Any], where: str, given: TapSet | None, num_layers:
     if not stated:
         raise UnknownTaps(
             f"{where} has use_aux_hidden_state false: the draft reads the target's last hidden state, tap N / "
-            "give N, the number of the target's blocks, with --taps, or name the target with --target"
+            f"give N, the number of the target's blocks, with load_draft(taps=) or {CONVERT} --taps N"
         )
     for other in stated[1:]:
         require(other, stated[0])

@@ -174,7 +174,20 @@ def read_checkpoint(
 ) -> Checkpoint:
     """A draft folder's content in canonical form. convention, num_layers: see `taps.resolve_taps`."""
     raw, stored = read_folder(place)
-    return checkpoint_of(raw, stored, place, taps, convention, num_layers)
+    checkpoint = checkpoint_of(raw, stored, place, taps, convention, num_layers)
+    refuse_unset_map(checkpoint, str(place))
+    return checkpoint
+
+
+def refuse_unset_map(checkpoint: Checkpoint, where: str) -> None:
+    """UserError for a reduced vocabulary whose d2t is all zeros and which no t2d confirms: a buffer never filled in."""
+    offsets = checkpoint.tensors.get("d2t")
+    size, vocab = checkpoint.config.draft_vocab_size, checkpoint.config.decoder.vocab_size
+    if offsets is not None and size < vocab and "t2d" not in checkpoint.tensors and not offsets.any():
+        raise UserError(
+            f"d2t is all zeros, so the {size} draft tokens would be the target's first {size} of {vocab}, and there is "
+            f"no t2d to confirm it / {where} / store the map that the draft was trained with, or a t2d that agrees"
+        )
 
 
 def checkpoint_of(
@@ -187,10 +200,11 @@ def checkpoint_of(
 ) -> Checkpoint:
     """A draft's config.json and tensors, by their stored names, in canonical form. place: for messages."""
     where = str(place / "config.json")
-    if "speculators_model_type" not in raw and "transformer_layer_config" not in raw:
-        from convert.detect import read_foreign  # not needed for our own layout
+    from convert.detect import read_foreign, refuse_other_kinds  # which imports this module
 
+    if "speculators_model_type" not in raw and "transformer_layer_config" not in raw:
         return read_foreign(raw, stored, str(place), taps, convention, num_layers)
+    refuse_other_kinds(raw, stored, str(place))
     tensors = canonical_names(stored, str(place))
     shapes = {name: tuple(array.shape) for name, array in tensors.items()}
     config = draft_config_from_speculators(raw, where, taps, shapes, convention, num_layers)
@@ -226,13 +240,14 @@ def _vocabulary_map(config: DraftConfig, offsets, mask, where: str) -> np.ndarra
             raise UserError(f"the draft vocabulary has {size} of {vocab} tokens but there is no d2t map / {where}")
         return np.arange(size, dtype=np.int32)
     if offsets.shape != (size,):
-        raise UserError(f"d2t has {offsets.shape[0]} entries, draft_vocab_size is {size} / {where}")
+        raise UserError(f"d2t has {offsets.size} entries, draft_vocab_size is {size} / {where}")
     check_map(offsets, mask, vocab)
     return np.asarray(to_absolute(offsets), np.int32)
 
 
 def _check_fc(config: DraftConfig, tensors: Tensors, where: str) -> None:
-    width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else None
+    fc = tensors.get("fc.weight")
+    width = fc.shape[-1] if fc is not None and fc.ndim == 2 else None  # another rank is refused with its shape
     if width is not None and width != len(config.taps) * config.target_hidden_size:
         count = width / config.target_hidden_size
         raise UserError(

@@ -34,17 +34,60 @@ def read_folder(place: Path) -> tuple[dict[str, Any], Tensors]:
     if not place.is_dir():
         raise UserError(f"not a draft folder / {place} / name a folder with config.json and weights")
     raw = read_json(place / "config.json")
+    _check_types(raw, f"{place}/config.json")
     files = sorted(place.glob("pytorch_model*.bin"))
+    pickled: Tensors = {}
+    for file in files:
+        shard = load_state_dict(file)
+        twice = sorted(pickled.keys() & shard.keys())
+        if twice:
+            raise UserError(f"{twice[0]} lies in two files / {place} / remove one of them")
+        pickled |= shard
     if files and not any(place.glob("*.safetensors")):
-        tensors: Tensors = {}
-        for file in files:
-            shard = load_state_dict(file)
-            twice = sorted(tensors.keys() & shard.keys())
-            if twice:
-                raise UserError(f"{twice[0]} lies in two files / {place} / remove one of them")
-            tensors |= shard
-        return raw, tensors
-    return raw, dict(read_tensors(safetensors_files(place)))
+        return raw, pickled
+    tensors = dict(read_tensors(safetensors_files(place)))
+    if files:
+        _refuse_two_drafts(tensors, pickled, place)
+    return raw, tensors
+
+
+def _refuse_two_drafts(tensors: Tensors, pickled: Tensors, place: Path) -> None:
+    """Some systems read the .bin files first, others the safetensors."""
+    both = tensors.keys() & pickled.keys()
+    same = [name for name in both if np.array_equal(tensors[name], pickled[name])]
+    if len(same) < len(tensors.keys() | pickled.keys()):
+        differing = min((tensors.keys() | pickled.keys()) - set(same))
+        raise UserError(f"pytorch_model.bin and model.safetensors differ in {differing} / {place} / remove one of them")
+
+
+_OBJECTS = ("eagle_config", "eagle3_jax", "speculators_config", "transformer_layer_config")
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_norm", "bias")
+_SWITCHES += ("use_aux_hidden_state", "tie_word_embeddings")
+_COUNTS = ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states")
+
+
+def _check_types(raw: dict[str, Any], where: str) -> None:
+    """UserError for a key of a draft that holds another type of JSON than it can mean anything in."""
+    wrong = [(key, "an object") for key in _OBJECTS if not isinstance(raw.get(key), dict | None)]
+    inner = {key: raw[key] for key in _OBJECTS if isinstance(raw.get(key), dict)}
+    names = raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        wrong.append(("architectures", "a list of names"))
+    served = inner.get("speculators_config", {})
+    proposals = served.get("proposal_methods")
+    if not isinstance(served.get("verifier"), dict | None):
+        wrong.append(("speculators_config.verifier", "an object"))
+    if proposals is not None and not (isinstance(proposals, list) and all(isinstance(p, dict) for p in proposals)):
+        wrong.append(("speculators_config.proposal_methods", "a list of objects"))
+    for prefix, part in (("", raw), ("eagle_config.", inner.get("eagle_config", {}))):
+        wrong += [(prefix + key, "true or false") for key in _SWITCHES if not isinstance(part.get(key), bool | None)]
+        counts = {key: part.get(key) for key in _COUNTS}
+        wrong += [
+            (prefix + key, "a count") for key, n in counts.items() if n is not None and (type(n) is not int or n < 1)
+        ]
+    if wrong:
+        expected = ", ".join(f"{key} must be {kind}" for key, kind in wrong)
+        raise UserError(f"{where} has values of a wrong type / {expected}")
 
 
 def canonical_names(tensors: Mapping[str, np.ndarray], where: str) -> Tensors:
@@ -70,6 +113,8 @@ def write_folder(place: Path, config: dict[str, Any], tensors: Mapping[str, np.n
 
     An older draft at `place` is replaced; anything else there is a UserError.
     """
+    check_destination(place)
+    place = Path(os.path.realpath(place))  # a link stays a link, and `.` and `..` have a name
     temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -89,12 +134,43 @@ def _replace_folder(new: Path, place: Path) -> None:
     if not place.exists():
         os.replace(new, place)
         return
-    if not _is_draft(place) and any(place.iterdir()):
-        raise UserError(f"{place} exists and is no draft folder / choose another path or remove it")
     old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.old")
     os.replace(place, old)
-    os.replace(new, place)
+    try:
+        os.replace(new, place)
+    except BaseException:
+        os.replace(old, place)
+        raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+# What draft folders hold, whoever wrote them (speculators adds a config.py).
+_DRAFT_FILES = re.compile(r"config\.json|config\.py|generation_config\.json|.*\.(safetensors|bin)(\.index\.json)?")
+
+
+def check_destination(place: Path, source: Path | None = None) -> None:
+    """UserError unless a draft may be written to `place`: nothing there, an empty folder, or a draft and nothing else.
+
+    source: a draft that is being read, which must not lie at or below `place`.
+    """
+    real = Path(os.path.realpath(place))
+    if source is not None and Path(os.path.realpath(source)).is_relative_to(real):
+        same = "the same folder" if os.path.realpath(source) == str(real) else "one folder, the source inside it"
+        raise UserError(f"source and destination are {same} / {source}, {place} / name another destination")
+    if Path.cwd().is_relative_to(real):
+        raise UserError(f"the destination is the current folder or above it / {real} / name a folder for the draft")
+    if not real.exists():
+        return
+    if not real.is_dir():
+        raise UserError(f"cannot write the draft / {place} / it is a file: name a folder")
+    other = sorted(entry.name for entry in real.iterdir() if not _DRAFT_FILES.fullmatch(entry.name) or entry.is_dir())
+    if any(real.iterdir()) and not _is_draft(real):
+        raise UserError(f"{place} exists and is no draft folder / choose another path or remove it")
+    if other:
+        shown = ", ".join(other[:4])
+        raise UserError(
+            f"{place} holds more than a draft, {shown}, which would be lost / choose another path or move it"
+        )
 
 
 def _is_draft(place: Path) -> bool:

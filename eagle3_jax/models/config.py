@@ -111,9 +111,13 @@ def decoder_config(config: dict[str, Any], where: str = "config.json", strict: b
     missing = [key for key in sizes if not isinstance(config.get(key), int)]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)} / it must be the config of a Llama-type decoder")
+    _check_types(config, where)
     _refuse_unsupported(config, where)
     _report_unknown(config, where, strict)
     heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise UserError(f"{where}: {heads} attention heads do not divide into {kv_heads} key-value heads")
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return DecoderConfig(
         vocab_size=config["vocab_size"],
@@ -121,7 +125,7 @@ def decoder_config(config: dict[str, Any], where: str = "config.json", strict: b
         intermediate_size=config["intermediate_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=rope_from_hf(config, head_dim),
@@ -189,6 +193,23 @@ def _windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "use_sliding_window": True,
         "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
     }
+
+
+def _check_types(config: dict[str, Any], where: str) -> None:
+    """UserError for a key that holds another type of JSON than it can mean anything in."""
+    counts = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    wrong = [key for key in counts if type(config[key]) is not int or config[key] < 1]
+    wrong += [key for key in optional if config.get(key) and (type(config[key]) is not int or config[key] < 1)]
+    switches = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+    wrong += [key for key in switches if not isinstance(config.get(key), bool | None)]
+    wrong += ["layer_types"] if not isinstance(config.get("layer_types"), list | None) else []
+    wrong += ["quantization_config"] if not isinstance(config.get("quantization_config"), dict | None) else []
+    eps = config.get("rms_norm_eps", 1e-6)
+    wrong += ["rms_norm_eps"] if isinstance(eps, bool) or not isinstance(eps, int | float) else []
+    if wrong:
+        values = ", ".join(f"{key} {config.get(key)!r}" for key in wrong)
+        raise UserError(f"{where} has values that mean nothing: {values} / correct them")
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:

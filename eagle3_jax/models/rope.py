@@ -48,22 +48,29 @@ class RopeConfig:
 def rope_from_hf(config: dict[str, Any], head_dim: int) -> RopeConfig:
     """Reads rope facts from a config.json dictionary (transformers 4 or 5 style); refuses what it does not know."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, dict):
+            raise UserError(f"{key} in config.json is {value!r} / it must be an object or null")
     by_layer = [value for value in (new or {}).values() if isinstance(value, dict)]  # one rotation a layer type
     if by_layer:
         if any(value != by_layer[0] for value in by_layer):
             raise UserError(f"rope_parameters in config.json differ by layer type ({new}) / one rotation is supported")
         new = by_layer[0]
-    if new and old and {k: v for k, v in old.items() if k != "type"}.items() - new.items():
+    if new and old and any(k != "type" and new.get(k) != v for k, v in old.items()):
         raise UserError(f"config.json has rope_parameters {new} and another rope_scaling {old} / keep one of them")
     parameters = dict(new or old or {})
     legacy_kind = parameters.pop("type", None)
     kind = parameters.pop("rope_type", None) or legacy_kind or "default"
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    inner, outer = parameters.pop("rope_theta", None), config.get("rope_theta")
+    if inner is not None and outer is not None and inner != outer:
+        raise UserError(f"config.json has rope_theta {outer} and inside its rope parameters {inner} / keep one of them")
+    theta = 10000.0 if inner is None and outer is None else outer if inner is None else inner
     if kind not in _KINDS:
         raise UserError(f"rope type {kind!r} in config.json is not supported / supported: {', '.join(_KINDS)}")
     partial = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UserError(f"partial_rotary_factor {partial} in config.json is not supported / only full rotation is")
+    _check_numbers({"rope_theta": theta} | {key: parameters.get(key) for key in _KEYS[kind] if key != "truncate"})
     max_positions = config.get("max_position_embeddings") or 2048
     if kind in ("llama3", "yarn"):
         parameters.setdefault("original_max_position_embeddings", max_positions)
@@ -77,6 +84,13 @@ def rope_from_hf(config: dict[str, Any], head_dim: int) -> RopeConfig:
         raise UserError(f"rope type {kind!r} in config.json lacks {missing}")
     scaling = tuple(sorted((k, v) for k, v in parameters.items() if k in _KEYS[kind]))
     return RopeConfig(head_dim, float(theta), kind, int(max_positions), scaling)
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and (value > 0 or (value == 0 and key.startswith("mscale")))):
+            raise UserError(f"{key} in config.json is {value!r} / it must be a positive number")
 
 
 def rotary(

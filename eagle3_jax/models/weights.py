@@ -19,7 +19,10 @@ def safetensors_files(folder: Path) -> list[Path]:
     """The weight files of a Hugging Face folder: those of the index if there is one, else model.safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"no weight_map of tensors to files / {index} / remove the index or copy it again")
+        names = sorted(set(weight_map.values()))
     elif (folder / "model.safetensors").exists():
         names = ["model.safetensors"]
     else:

@@ -1,5 +1,6 @@
 """`python -m convert`: bit-equal round trips, ids for SGLang, refusals that name what a destination cannot say."""
 
+import dataclasses
 import json
 import runpy
 import sys
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file
 
 import eagle3_jax as e3
 from convert import sglang
+from convert.target import TargetFacts
+from eagle3_jax.cli.convert import _named
 from eagle3_jax.cli.main import main
 from tests.convert.folders import write
 from tests.tiny import random_draft
@@ -265,6 +268,19 @@ def test_an_existing_folder_is_kept(tmp_path: Path, tiny_draft, run) -> None:
     assert code == 2 and "is no draft folder" in err and (tmp_path / "notes" / "thesis.txt").exists()
     code, _, err = run("convert", source, source, "--to", "sglang")
     assert code == 2 and "same folder" in err
+    e3.save_draft(tiny_draft, tmp_path / "run")
+    inner = saved(tmp_path / "run" / "export", tiny_draft)
+    code, _, err = run("convert", inner, tmp_path / "run", "--to", "sglang")
+    assert code == 2 and "the source inside it" in err and (inner / "config.json").exists()
+
+
+def test_bad_places_are_found_before_anything_is_written(tmp_path: Path, tiny_draft, refused, run, monkeypatch) -> None:
+    source = saved(tmp_path / "source", tiny_draft)
+    assert "--json names a folder" in refused(source, tmp_path / "out", "sglang", "--json", source)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    code, _, err = run("convert", source, ".", "--to", "sglang")
+    assert code == 2 and "current folder" in err and err.count("\n") == 1 and not list((tmp_path / "here").iterdir())
 
 
 def test_the_convention_of_the_source(tmp_path: Path, tiny_draft, convert, refused) -> None:
@@ -274,6 +290,16 @@ def test_the_convention_of_the_source(tmp_path: Path, tiny_draft, convert, refus
     for convention, taps in (("block-input", [2, 4, 6]), ("block-output", [3, 5, 7])):
         convert(source, tmp_path / convention, "speculators", "--convention", convention)
         assert list(e3.load_draft(tmp_path / convention).taps) == taps
+
+
+def test_the_source_is_shown_with_what_one_should_ask(tmp_path: Path, tiny_target, run) -> None:
+    source = write(tmp_path / "a", random_draft(tiny_target, norm_output=True), "sglang", norm_output=True)
+    code, _, err = run("convert", source, tmp_path / "out", "--to", "speculators")
+    assert code == 0 and f"read {source} (sglang): taps [2, 4, 6]" in err and "SpecForge means" in err
+    for version, warned in (("0.3.0", True), ("0.4.0.5", True), ("0.5.0", False)):
+        old = write(tmp_path / version, random_draft(tiny_target), "speculators", speculators_version=version)
+        code, _, err = run("convert", old, tmp_path / f"to {version}", "--to", "sglang")
+        assert code == 0 and ("reads [3, 5, 7] (--convention block-output), not [2, 4, 6]" in err) == warned, err
 
 
 def test_the_target_is_compared(tmp_path: Path, tiny_target, tiny_folder, tiny_draft, refused, convert) -> None:
@@ -286,6 +312,14 @@ def test_the_target_is_compared(tmp_path: Path, tiny_target, tiny_folder, tiny_d
     convert(shared, tmp_path / "out", "sglang", "--target", tiny_folder)
     far = saved(tmp_path / "far", random_draft(tiny_target, taps=(2, 4, 9)))
     assert "tap 9 does not exist" in refused(far, tmp_path / "beyond", "speculators", "--target", tiny_folder)
+
+
+def test_a_gguf_is_never_named_as_the_verifier(tiny_draft) -> None:
+    nameless = dataclasses.replace(tiny_draft, facts={"verifier": {}, "target": {}})
+    trained = dataclasses.replace(nameless, facts={"verifier": {}, "target": {"hub_id": "org/t"}})
+    for file, draft, name in (("t.gguf", nameless, None), ("t.gguf", trained, "org/t"), ("folder", nameless, "folder")):
+        facts = TargetFacts(Path(file), 8, 64, 512, ("LlamaForCausalLM",), 128)
+        assert _named(draft, file, facts).facts["verifier"].get("name_or_path") == name
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,9 @@ def test_taps_that_the_file_leaves_open(tmp_path: Path, tiny_draft, tiny_target,
     inner = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}}
     found = inspect(write(tmp_path / "b", tiny_draft, "sglang", **inner))
     assert found["taps"] is None and found["likely_taps"] == [[3, 5, 7], [2, 4, 6]]
+    four = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4, 6]}}
+    with pytest.raises(e3.UserError, match=r"names 4 taps .* but fc\.weight is 192 wide"):  # the file is to blame
+        inspect(write(tmp_path / "c", tiny_draft, "sglang", **four))
 
 
 def test_ids_in_the_wrong_place(tmp_path: Path, tiny_draft) -> None:
@@ -63,6 +66,7 @@ def test_ids_in_the_wrong_place(tmp_path: Path, tiny_draft) -> None:
     assert inspect(top)["servers"]["vllm"] == []
     nested = inspect(write(tmp_path / "b", tiny_draft, "sglang"))
     assert "silent: ids are only in eagle_config" in said(nested, "vllm") and nested["servers"]["sglang"] == []
+    assert "take its ids as block inputs, [1, 3, 5]; the draft reads [2, 4, 6]" in said(nested, "vllm")
 
 
 def test_names_that_are_ignored(tmp_path: Path, tiny_draft) -> None:
@@ -121,6 +125,17 @@ def test_yarn_in_a_modelopt_export_is_pointed_out(tmp_path: Path, tiny_draft) ->
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
     found = inspect(write(tmp_path / "draft", tiny_draft, "modelopt", rope_scaling=yarn))
     assert any("trained with plain rope" in note for note in found["notes"])
+
+
+def test_what_training_and_serving_do_differently(tmp_path: Path, tiny_draft) -> None:
+    def notes(name: str, layout: str, **changes: Any) -> str:
+        return " ".join(inspect(write(tmp_path / name, tiny_draft, layout, **changes), e3.TapSet([2, 4, 6]))["notes"])
+
+    assert "ignores rope_theta and rotates by 10000" in notes("a", "safeailab")
+    assert "ignores rope_theta" not in notes("b", "safeailab", rope_theta=10000.0)
+    assert "norms the hidden state twice" in notes("c", "modelopt")
+    tied = inspect(write(tmp_path / "d", tiny_draft, "sglang", tie_word_embeddings=True))
+    assert "uses the embedding as lm_head" in said(tied, "sglang")
 
 
 def test_a_draft_of_fewer_positions_than_its_target(tmp_path: Path, tiny_draft, tiny_folder) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import eagle3_jax as e3
 from eagle3_jax.draft.draft import stored_tensors
@@ -18,6 +18,7 @@ from eagle3_jax.models.rope import rotary
 from eagle3_jax.taps import UnknownTaps
 from tests.convert.folders import CONFIGS, FLAT, write
 from tests.tiny import SCATTERED, ids_of, random_draft, relative, target_config, write_target
+from tests.torch_files import write_torch
 
 TAPS = [2, 4, 6]
 LAYOUTS = ["speculators", "sglang", "modelopt", "safeailab"]
@@ -106,7 +107,9 @@ def test_a_file_without_ids_is_refused_with_the_likely_lists(tmp_path: Path, tin
     assert "\n" not in str(caught.value)
     with pytest.raises(UnknownTaps, match=r"likely are \[2, 4, 5\] or \[3, 5, 6\]"):
         e3.load_draft(folder, target=tiny_target)
+    assert "python -m convert SRC DST --to speculators --taps" in str(caught.value)  # no other command has --taps
     assert e3.load_draft(folder, taps=[6, 0, 3]).taps == e3.TapSet([6, 0, 3])
+    assert e3.load_draft(folder, taps=np.array([6, 0, 3])).taps.points == (6, 0, 3)
 
 
 @pytest.mark.parametrize("layout", ["sglang", "modelopt"])
@@ -224,10 +227,35 @@ def test_other_kinds_of_draft_are_refused_by_name(tmp_path: Path, tiny_draft, ki
 
 def test_other_kinds_in_speculators_layout_are_refused_by_name(tmp_path: Path, tiny_draft) -> None:
     folder = write(tmp_path / "a", tiny_draft, "speculators", speculators_model_type="peagle", mask_token_id=3)
-    with pytest.raises(e3.UserError, match=r"P-EAGLE draft \(parallel drafting\)"):
+    with pytest.raises(e3.UserError, match=r"P-EAGLE \(parallel drafting\) draft"):
         e3.load_draft(folder)
+    for i, (changes, tensors, kind) in enumerate(
+        [
+            ({}, {"mask_hidden": np.ones((1, 1, 192), np.float32)}, "P-EAGLE"),
+            ({"mask_token_id": 3}, {}, "P-EAGLE"),
+            ({"eagle_config": {"parallel_draft_step": 4}}, {}, "Medusa"),
+        ]
+    ):
+        folder = write(tmp_path / f"kind{i}", tiny_draft, "speculators", tensors=tensors, **changes)
+        with pytest.raises(e3.UserError, match=f"this is a {kind}.* draft, which is not supported"):
+            e3.load_draft(folder)
     with pytest.raises(e3.UserError, match=r"not an EAGLE-3 draft .*\(dflash\)"):
         e3.load_draft(write(tmp_path / "b", tiny_draft, "speculators", speculators_model_type="dflash"))
+
+
+def test_keys_of_sglang_in_speculators_layout(tmp_path: Path, tiny_draft) -> None:
+    assert list(e3.load_draft(write(tmp_path / "a", tiny_draft, "speculators", num_aux_hidden_states=3)).taps) == TAPS
+    for i, (changes, message) in enumerate(
+        [
+            ({"num_aux_hidden_states": 4}, "num_aux_hidden_states 4 but 3 taps"),
+            ({"eagle_config": {"use_last_layernorm": False}}, "eagle_config.use_last_layernorm False"),
+            ({"eagle_config": {"use_mtp": 1}}, "not understood: use_mtp"),
+            ({"eagle_config": {"norm_before_fc": True}}, r"missing: input_norm\.weight"),
+            ({"eagle_config": {"norm_before_fc": True}, "norm_before_fc": False}, "norm_before_fc twice"),
+        ]
+    ):
+        with pytest.raises(e3.UserError, match=message):
+            e3.load_draft(write(tmp_path / str(i), tiny_draft, "speculators", **changes))
 
 
 def test_a_target_is_no_draft(tiny_folder: Path, tmp_path: Path) -> None:
@@ -247,6 +275,7 @@ def test_a_target_is_no_draft(tiny_folder: Path, tmp_path: Path) -> None:
         ({"rope_interleaved": True}, "rope_interleaved / only the half-split"),
         ({"sliding_window": 8, "use_sliding_window": True}, "sliding_window 8 but no layer_types"),
         ({"logit_scale": 0.5}, "logit_scale 0.5"),
+        ({"norm_output": False}, "norm_output false: SGLang and vLLM .* SpecForge leaves out the final norm"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}, "rope type 'mrope'"),
         ({"norm_before_fc": True, "fc_norm": True}, "both on"),
@@ -267,6 +296,65 @@ def test_what_the_file_says_is_used_or_refused(tmp_path: Path, tiny_draft, chang
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *[
+            ({"eagle_aux_hidden_state_layer_ids": ids}, "must be a list of numbers")
+            for ids in (["1"], [None], [[1]], 3)
+        ],
+        *[({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}, "list of numbers") for ids in (["1"], [[1]])],
+        *[({"eagle3_jax": {"taps": taps}}, "eagle3_jax.taps is .* list of numbers") for taps in ("246", [2.5], {})],
+        ({"eagle_config": [1]}, "eagle_config must be an object"),
+        ({"eagle3_jax": "x"}, "eagle3_jax must be an object"),
+        ({"architectures": [None]}, "architectures must be a list of names"),
+        ({"speculators_config": {"verifier": "org/t", "proposal_methods": [3]}}, "verifier must be .*proposal_methods"),
+        ({"norm_before_fc": "false"}, "norm_before_fc must be true or false"),
+        (
+            {"eagle_config": {"use_aux_hidden_state": "false"}},
+            "eagle_config.use_aux_hidden_state must be true or false",
+        ),
+        ({"draft_vocab_size": "128"}, "draft_vocab_size must be a count"),
+        ({"target_hidden_size": [64]}, "target_hidden_size must be a count"),
+    ],
+)
+def test_values_of_another_type_are_one_line(tmp_path: Path, tiny_draft, layout: str, changes, message: str) -> None:
+    with pytest.raises((e3.UserError, e3.WiringError), match=message) as caught:
+        e3.load_draft(write(tmp_path / "draft", tiny_draft, layout, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("num_attention_heads", 0), ("hidden_size", -64), ("num_key_value_heads", 3), ("head_dim", "16")),
+        *(("attention_bias", "false"), ("rms_norm_eps", "1e-5"), ("layer_types", 3), ("quantization_config", "fp8")),
+        ("max_position_embeddings", [128]),
+    ],
+)
+def test_sizes_that_mean_nothing_are_one_line(key: str, value) -> None:
+    with pytest.raises(e3.UserError, match=f"{key} {value!r}|4 attention heads".replace("[", r"\[")):
+        decoder_config(target_config(**{key: value}))
+
+
+def test_a_layer_config_that_is_no_object(tmp_path: Path, tiny_draft) -> None:
+    for i, (value, message) in enumerate([([1], "must be an object"), ({"model_type": ["llama"]}, "model_type")]):
+        folder = write(tmp_path / str(i), tiny_draft, "speculators", transformer_layer_config=value)
+        with pytest.raises(e3.UserError, match=message):
+            e3.load_draft(folder)
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight", "d2t", "t2d"])
+def test_tensors_of_no_dimension_are_one_line(tmp_path: Path, tiny_draft, name: str) -> None:
+    kind = np.int64 if name in ("d2t", "t2d") else np.float32
+    folder = write(tmp_path / "draft", tiny_draft, "sglang")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: np.ones((), kind)}, folder / "model.safetensors")
+    with pytest.raises(e3.UserError, match=rf"{name} has (shape \[\]|1 entries)"):
+        e3.load_draft(folder)
+
+
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
 @pytest.mark.parametrize("layout", ["speculators", "sglang"])
 def test_every_flag_is_read(tmp_path: Path, tiny_target, layout: str, flag: str) -> None:
@@ -285,6 +373,8 @@ def test_the_layer_count_of_a_target_in_a_research_draft(tmp_path: Path, tiny_dr
     """The published draft of Vicuna-13B says 40 layers, its target's, and has one."""
     folder = write(tmp_path / "draft", tiny_draft, "safeailab", num_hidden_layers=40)
     assert e3.load_draft(folder, taps=TAPS).config.decoder.num_layers == 1
+    folder = write(tmp_path / "bias", tiny_draft, "safeailab", bias=True)  # read by its code, and not used
+    assert not e3.load_draft(folder, taps=TAPS).config.fc_bias
 
 
 def test_keys_that_speculators_leaves_out_mean_its_defaults(tmp_path: Path, tiny_target) -> None:
@@ -371,6 +461,16 @@ def test_a_reduced_vocabulary_needs_its_map(tmp_path: Path, tiny_draft, layout: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_map_that_was_never_filled_in_is_refused(tmp_path: Path, tiny_draft, layout: str) -> None:
+    zeros = {"d2t": np.zeros(128, np.int64), "t2d": None}
+    with pytest.raises(e3.UserError, match=r"d2t is all zeros.* first 128 of 512.*no t2d to confirm it"):
+        e3.load_draft(write(tmp_path / "a", tiny_draft, layout, tensors=zeros), taps=TAPS)
+    confirmed = {"d2t": np.zeros(128, np.int64), "t2d": np.arange(512) < 128}
+    loaded = e3.load_draft(write(tmp_path / "b", tiny_draft, layout, tensors=confirmed), taps=TAPS)
+    np.testing.assert_array_equal(loaded.d2t, np.arange(128))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_full_vocabulary(tmp_path: Path, tiny_target, layout: str) -> None:
     draft = random_draft(tiny_target, d2t=np.arange(512))
     everything = {"t2d": np.ones(512, bool)}
@@ -444,6 +544,16 @@ def test_the_golden_research_draft_is_read_without_torch(golden) -> None:
     assert len(expected) == 15 and str(draft.dtype) == "float16"
     same_tensors(draft, expected)
     assert FLAT["hidden_size"] == draft.config.target_hidden_size
+
+
+def test_two_files_of_weights_must_agree(tmp_path: Path, tiny_draft) -> None:
+    folder = write(tmp_path / "draft", tiny_draft, "safeailab")
+    tensors = load_file(folder / "model.safetensors")
+    write_torch(folder / "pytorch_model.bin", tensors)
+    e3.load_draft(folder, taps=TAPS)
+    write_torch(folder / "pytorch_model.bin", tensors | {"norm.weight": tensors["norm.weight"] * 2})
+    with pytest.raises(e3.UserError, match=r"pytorch_model\.bin and model\.safetensors differ in norm\.weight"):
+        e3.load_draft(folder, taps=TAPS)
 
 
 def test_float64_would_lose_bits_and_is_refused(tmp_path: Path, tiny_draft) -> None:

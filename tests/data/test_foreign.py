@@ -47,6 +47,9 @@ def test_hs_files(tmp_path):
     assert sample.loss_mask is None and sample.state_names == tuple(f"hidden_states[:, {i}]" for i in range(4))
     for got, expected in zip(sample.states(), STATES, strict=True):
         np.testing.assert_array_equal(got, expected)
+    file.write_bytes(file.read_bytes()[:-4])  # after it was opened
+    with pytest.raises(UserError, match=r"cannot read the file / .*hs_0\.safetensors / .*torn"):
+        sample.states()
     save_file({"token_ids": IDS, "hidden_states": STATES[0]}, file)
     with pytest.raises(UserError, match="expected .T, states, H"):
         foreign.open_sample(file)

@@ -209,12 +209,46 @@ def test_a_failed_save_keeps_the_older_draft(saved: Path, tiny_draft, monkeypatc
 
 
 def test_an_older_draft_is_replaced_as_a_whole(saved: Path, tiny_target) -> None:
-    (saved / "left over.txt").write_text("from the older draft")
+    (saved / "pytorch_model.bin").write_text("from the older draft")
     newer = random_draft(tiny_target, seed=7)
     e3.save_draft(newer, saved)
     assert_same(e3.load_draft(saved), newer)
     assert sorted(p.name for p in saved.iterdir()) == ["config.json", "model.safetensors"]
     assert [p.name for p in saved.parent.iterdir()] == ["draft"]
+
+
+def test_an_older_draft_with_other_things_beside_it_is_kept(saved: Path, tiny_draft, monkeypatch) -> None:
+    for name in ("thesis.txt", "checkpoints"):
+        other = saved / name
+        other.mkdir() if name == "checkpoints" else other.write_text("years of work")
+        with pytest.raises(e3.UserError, match=f"holds more than a draft, {name}, which would be lost"):
+            e3.save_draft(tiny_draft, saved)
+        assert other.exists() and (saved / "model.safetensors").exists()
+        other.rmdir() if name == "checkpoints" else other.unlink()
+    monkeypatch.chdir(saved)
+    for place in (".", "..", saved):
+        with pytest.raises(e3.UserError, match="current folder or above it"):
+            e3.save_draft(tiny_draft, place)
+    monkeypatch.chdir(saved.parent)
+    link = saved.parent / "link"
+    link.symlink_to(saved)
+    e3.save_draft(tiny_draft, link)
+    assert link.is_symlink() and sorted(p.name for p in saved.parent.iterdir()) == ["draft", "link"]
+
+
+def test_an_older_draft_comes_back_when_the_new_one_cannot_take_its_place(saved: Path, tiny_draft, monkeypatch) -> None:
+    replace, moves = module.os.replace, []
+
+    def second_fails(a, b):
+        moves.append(a)
+        if len(moves) == 2:
+            raise OSError(5, "Input/output error")
+        replace(a, b)
+
+    monkeypatch.setattr(module.os, "replace", second_fails)
+    with pytest.raises(e3.UserError, match="Input/output error"):
+        e3.save_draft(tiny_draft, saved)
+    assert [p.name for p in saved.parent.iterdir()] == ["draft"] and (saved / "config.json").exists()
 
 
 def test_a_folder_that_is_no_draft_is_never_replaced(tmp_path: Path, tiny_draft) -> None:

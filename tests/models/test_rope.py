@@ -162,6 +162,19 @@ def test_writing_and_reading_are_inverse(parameters: dict) -> None:
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 3}}, r"does not know \['beta'\]"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (
+            {"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+            "rope_theta 10000.0 and inside its rope parameters 500000.0 / keep one",
+        ),
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "keep one of them"),
+        ({"rope_parameters": {"factor": [2.0]}, "rope_scaling": {"factor": [4.0]}}, "keep one of them"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": [2.0]}},
+            r"factor in config.json is \[2.0\] / it must",
+        ),
+        ({"rope_theta": "500000"}, "rope_theta in config.json is '500000' / it must be a positive number"),
+        ({"rope_scaling": [1]}, r"rope_scaling in config.json is \[1\] / it must be an object"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"rope type \['yarn'\] in config.json is not supported"),
+        (
             {
                 "rope_parameters": {"rope_type": "linear", "factor": 2.0},
                 "rope_scaling": {"rope_type": "linear", "factor": 4.0},

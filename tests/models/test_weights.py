@@ -69,3 +69,10 @@ def test_json_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not valid JSON"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_an_index_without_files_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match="no weight_map of tensors to files"):
+        safetensors_files(tmp_path)
