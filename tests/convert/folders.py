@@ -11,6 +11,9 @@ from safetensors.numpy import save_file
 import eagle3_jax as e3
 from eagle3_jax.draft.draft import stored_tensors
 
+TAPS = [2, 4, 6]
+LAYOUTS = ["speculators", "sglang", "modelopt", "safeailab"]
+
 FLAT = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -104,3 +107,11 @@ def write(
     (folder / "config.json").write_text(json.dumps(raw))
     save_file({name: np.ascontiguousarray(array) for name, array in stored.items()}, folder / "model.safetensors")
     return folder
+
+
+def same_tensors(draft: e3.Draft, expected: dict[str, np.ndarray]) -> None:
+    got = stored_tensors(draft)
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        assert got[name].dtype == array.dtype
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
