@@ -1,0 +1,77 @@
+"""What the API asks of the engine, and what comes back: the border between HTTP and generation."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from eagle3_jax.speculate.request import SamplingParams
+
+
+class Grammar(Protocol):
+    """What a request's answer must match. It advances with committed tokens only, never with rejected drafts."""
+
+    def mask(self) -> np.ndarray:
+        """bool [V]: the tokens that may come next."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Takes one committed token."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate. `prompt`: token ids. strategy: None = the server's.
+
+    logprobs: None = none wanted; k = of every token, and of the k likeliest tokens beside it. deadline: of
+    `time.monotonic()`, in seconds.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    strategy: str | None = None
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of one token, from the target's logits before temperature and processors: its own log probability, and the
+    likeliest tokens with theirs, likeliest first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one round (or the prefill) brought a request.
+
+    tokens: committed, cut at stop tokens and limits; a stop token itself is not among them. depths: of each token, 0 if
+    it is the target's own, d if it is the accepted draft token at depth d. accepted: draft tokens accepted in this
+    round, before cutting; None for the prefill, whose token belongs to no round. strategy: of this round, as text.
+    finish_reason: of the last delta, "stop", "length", "cancelled", "deadline" or "error"; `error` says why.
+    """
+
+    tokens: tuple[int, ...]
+    depths: tuple[int, ...]
+    accepted: int | None = None
+    strategy: str = "plain"
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class QueueFull(Exception):
+    """The waiting queue is full; retry_after: seconds until a place is likely to be free."""
+
+    def __init__(self, retry_after: float):
+        super().__init__(f"the queue is full / try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class EngineStopped(Exception):
+    """The engine is shutting down, or its thread died; no request is taken any more."""
