@@ -1,13 +1,14 @@
 """What the API asks of the engine, and what comes back: the border between HTTP and generation."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from eagle3_jax.speculate.request import SamplingParams
 
 
+@runtime_checkable
 class Grammar(Protocol):
     """What a request's answer must match. It advances with committed tokens only, never with rejected drafts."""
 
