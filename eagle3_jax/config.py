@@ -101,6 +101,8 @@ class TrainingConfig(_Strict):
     feature_loss: weight of the distance between the draft's output and the target's last hidden state one token on.
     EAGLE-3 trains without it (0); with little data it helps (docs/experiments.md).
     target_hub_id: the name under which servers load the target, where the path is no hub name (a GGUF, a local copy).
+    checkpoint_every: steps between checkpoints; the newest `keep_checkpoints` stay, and the best by held-out tau, which
+    is saved whenever an evaluation finds one.
     minutes: None, or a budget of training time: as many rows take part as it has room for in all `epochs` passes.
     """
 
@@ -116,6 +118,7 @@ class TrainingConfig(_Strict):
     target_hub_id: str | None = None
     seed: Annotated[int, Field(ge=0)] = 0
     checkpoint_every: Positive = 200
+    keep_checkpoints: Positive = 1
     evaluate_every: Positive = 100
     evaluate_steps: Annotated[int, Field(ge=1, le=16)] = 5
 

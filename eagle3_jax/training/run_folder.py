@@ -4,6 +4,9 @@ import hashlib
 import json
 import os
 import platform
+import shutil
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,31 @@ def begin(folder: Path, config: Config) -> None:
     _write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
 
 
+def init_from(folder: Path, given: str | None) -> str | None:
+    """The draft that a run starts from: as given, or, of a run that has begun, the one it began with."""
+    try:
+        before = json.loads((folder / "provenance.json").read_text(encoding="utf-8")).get("init_from")
+    except FileNotFoundError:
+        return given
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot read {folder / 'provenance.json'} / {error} / choose another name") from error
+    if given is not None and given != before:
+        raise UserError(f"{folder} was begun with --init-from {before}, not {given} / leave it out, or another name")
+    return before
+
+
+def require_room(folder: Path, checkpoint: int, keep: int) -> None:
+    """Refuses a run whose checkpoints (newest, best and one being written) would not fit the disk."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    needed = 0 if (folder / "checkpoints").exists() else (keep + 2) * checkpoint
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(
+            f"checkpoints need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free / {folder} / free space, or "
+            "runs_dir=ELSEWHERE"
+        )
+
+
 def read_result(folder: Path) -> dict[str, Any]:
     """result.json of a finished run."""
     try:
@@ -62,12 +90,15 @@ def _differing(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> str:
     return ""
 
 
-def write_provenance(folder: Path, config: Config, target, packed, documents) -> None:
-    """Versions, machine, target and data of the run."""
+def write_provenance(folder: Path, config: Config, target, packed, documents, init_from: str | None) -> None:
+    """Command, versions, commit, machine, target, data and first draft of the run."""
     files = [config.data.train] if isinstance(config.data.train, str) else config.data.train
     write_json(
         folder / "provenance.json",
         {
+            "command": sys.argv,
+            "commit": _commit(),
+            "init_from": init_from,
             "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax", "optax", "numpy")},
             "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "device": str(jax.devices()[0])},
             "target": {"path": target.path, "fingerprint": target.fingerprint},
@@ -78,6 +109,21 @@ def write_provenance(folder: Path, config: Config, target, packed, documents) ->
             "first_refusal": documents.first_refusal,
         },
     )
+
+
+def _commit() -> str | None:
+    """The git commit of this code, with `+` if the checkout differs from it; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD")[:12] + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):  # no git, or a checkout of another user
+        return None
 
 
 def _digest(path: Path) -> str:

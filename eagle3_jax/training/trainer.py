@@ -93,15 +93,15 @@ def train(
     """Trains a draft and returns result.json's content.
 
     resume: go on from the newest checkpoint of runs/NAME (a finished run returns its result at once). init_from: start
-    from the weights and vocabulary map of a draft folder. Ctrl-C ends the step at hand, saves a checkpoint and raises
-    KeyboardInterrupt; a second one raises it at once.
+    from the weights and vocabulary map of a draft folder, which a resumed run does again without being told. Ctrl-C or
+    SIGTERM ends the step at hand, saves a checkpoint and raises KeyboardInterrupt; a second one is obeyed at once.
     Raises UserError on bad configs or data, WiringError on taps that disagree.
     """
     folder = config.run_dir
     finished = run_folder.check(folder, config, resume)
     if finished is not None:
         return finished
-    run = prepare(config, folder, target, init_from, say)
+    run = prepare(config, folder, target, run_folder.init_from(folder, init_from), say)
     try:
         state, budget, seconds = _start(run, say)
         state, heldout = _loop(run, state, budget, seconds, folder, progress)
@@ -144,10 +144,11 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     kept = {key: draft.params[key] for key in frozen_parts(config) if key in draft.params}
     frozen = Frozen(target.params, kept, jnp.asarray(draft.d2t))
     facts = wiring_facts(draft, target.fingerprint, packed, heldout)
+    run_folder.require_room(folder, checkpoint_bytes(draft, frozen_parts(config)), config.training.keep_checkpoints)
     run_folder.begin(folder, config)
-    checkpoints = Checkpoints(folder / "checkpoints", facts)
+    checkpoints = Checkpoints(folder / "checkpoints", facts, config.training.keep_checkpoints)
     if checkpoints.latest is None:
-        run_folder.write_provenance(folder, config, target, packed, documents)
+        run_folder.write_provenance(folder, config, target, packed, documents, init_from)
     if draft.facts["verifier"]["name_or_path"] is None:
         say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
     return Run(config, target, draft, packed, heldout, setup, frozen, checkpoints, stored, heldout_stored)
@@ -179,6 +180,12 @@ def frozen_parts(config: Config) -> tuple[str, ...]:
     """Top-level parameters of the draft that stay as they began."""
     frozen = ("embed_tokens", "target_norm")  # the target's own, as far as a draft has them
     return frozen if config.training.train_head else (*frozen, "lm_head")
+
+
+def checkpoint_bytes(draft: Draft, frozen: tuple[str, ...]) -> int:
+    """Size of a checkpoint: what is trained and its two moments, in float32."""
+    trained = {key: value for key, value in draft.params.items() if key not in frozen}
+    return 3 * 4 * sum(leaf.size for leaf in jax.tree.leaves(trained))
 
 
 def _first_draft(config: Config, target: Target, documents, init_from: str | None) -> Draft:
@@ -265,8 +272,9 @@ def _loop(
                 progress(Report(step, min(step / total, 1.0), left, metrics, heldout))
             except KeyboardInterrupt:  # a display's way of asking
                 interrupted.set()
-            if step >= total or step % training.checkpoint_every == 0:
-                tau = None if heldout is None else heldout["simulated_tau"]
+            tau = None if heldout is None else heldout["simulated_tau"]
+            better = tau is not None and tau > run.checkpoints.best_tau
+            if better or step >= total or step % training.checkpoint_every == 0:
                 run.checkpoints.save(step, state, _extra(budget, total, heldout, elapsed), tau)
         return state, heldout or evaluate(run, state)
 
