@@ -19,11 +19,21 @@ def train_command(
     init_from: Annotated[
         str | None, typer.Option("--init-from", help="Start from a draft folder: its weights and vocabulary map.")
     ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Begin nothing; print parameters, memory, disk, steps and time.")
+    ] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Trains an EAGLE-3 draft for a frozen target. Writes runs/NAME; Ctrl-C saves a checkpoint first."""
     settings = load_config(config, overrides or [])
     start_jax(settings.target.dtype)
+    if dry:
+        from eagle3_jax.training.dry_run import dry_run, lines
+
+        figures = dry_run(settings, None, init_from, note)
+        print("\n".join(lines(figures)))
+        write_json(json_file, figures)
+        return
     from eagle3_jax.training.trainer import train
 
     with TrainingProgress() as progress:

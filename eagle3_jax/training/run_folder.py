@@ -39,7 +39,7 @@ def begin(folder: Path, config: Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the run folder / {folder} / {error.strerror or error}") from error
-    _write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
+    write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
 
 
 def init_from(folder: Path, given: str | None) -> str | None:
@@ -137,10 +137,11 @@ def _digest(path: Path) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes the file whole or not at all. Raises UserError if it cannot be written."""
-    _write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Writes the file whole or not at all. Raises UserError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -165,7 +166,7 @@ class Metrics:
                 if row["step"] > step:
                     break
                 kept.append(line)
-        _write_text(path, "".join(line + "\n" for line in kept))
+        write_text(path, "".join(line + "\n" for line in kept))
 
     def write(self, row: dict[str, Any]) -> None:
         try:

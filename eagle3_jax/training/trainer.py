@@ -1,13 +1,13 @@
 """`train`: config to runs/NAME/{config.yaml, provenance.json, metrics.jsonl, checkpoints/, export/, result.json}.
 
-The order of reading is the order of the file: prepare (target, documents, draft), loop (steps, evaluation,
+Prepared by training.prepare; then start (a fresh state or the newest checkpoint's), loop (steps, evaluation,
 checkpoints), finish (export of the best state, result.json).
 """
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.config import Config
-from eagle3_jax.data.packing import Packed
-from eagle3_jax.data.template import ChatOptions
-from eagle3_jax.data.vocabulary import coverage, draft_vocabulary
-from eagle3_jax.draft.draft import Draft, load_draft, save_draft
+from eagle3_jax.draft.draft import Draft, save_draft
 from eagle3_jax.errors import UserError
-from eagle3_jax.models.target import Target, load_target
-from eagle3_jax.taps import require
+from eagle3_jax.models.target import Target
 from eagle3_jax.training import run_folder
 from eagle3_jax.training.budget import Budget
-from eagle3_jax.training.checkpoints import Checkpoints, wiring_facts
 from eagle3_jax.training.dataset import (
-    Documents,
     batches_in_order,
-    data_warnings,
     make_batch,
-    pack_documents,
-    read_documents,
     rows_of_step,
     steps_an_epoch,
 )
 from eagle3_jax.training.features import FeatureCache
-from eagle3_jax.training.initialise import draft_config, initial_draft
 from eagle3_jax.training.interrupt import deferred_interrupt
-from eagle3_jax.training.metrics import AcceptanceMeter
-from eagle3_jax.training.optimiser import learning_rate_factor, make_optimiser
+from eagle3_jax.training.metrics import AcceptanceMeter, Answer, Breakdown, bucket
+from eagle3_jax.training.optimiser import learning_rate_factor
+from eagle3_jax.training.prepare import Run, prepare, trained_parts
 from eagle3_jax.training.step import (
-    Frozen,
-    Setup,
     TrainState,
     complete_features,
     compute_features,
@@ -62,24 +51,6 @@ class Report:
     seconds_left: float
     metrics: dict[str, Any]
     heldout: dict[str, Any] | None
-
-
-@dataclass
-class Run:
-    """Everything the loop needs, prepared."""
-
-    config: Config
-    target: Target
-    draft: Draft
-    train: Packed
-    heldout: Packed
-    setup: Setup
-    frozen: Frozen
-    checkpoints: Checkpoints
-    stored: StoredFeatures | None = None
-    heldout_stored: StoredFeatures | None = None
-    cache: FeatureCache = field(default_factory=FeatureCache)
-    heldout_cache: FeatureCache = field(default_factory=FeatureCache)
 
 
 def train(
@@ -110,115 +81,17 @@ def train(
         run.checkpoints.close()
 
 
-def prepare(config: Config, folder: Path, target: Target | None, init_from: str | None, say) -> Run:
-    """Loads the target, reads and packs the data, makes the first draft; then, nothing being wrong, the run folder."""
-    target = load_target(config.target.path, config.target.dtype) if target is None else target
-    (documents, packed), (heldout_documents, heldout) = (
-        _read(config, files, target) for files in (config.data.train, config.data.heldout)
-    )
-    draft = _first_draft(config, target, documents.items, init_from)
-    say(f"taps: {draft.taps.words(target.num_layers)}, joined in this order")
-    stored, heldout_stored = (
-        _stored(config, draft, target, *data, say) for data in ((documents, packed), (heldout_documents, heldout))
-    )
-    report = packed.report
-    say(
-        f"data: {report.documents} documents in {report.rows} rows of {config.data.length}, "
-        f"{report.supervised_tokens} supervised tokens; {report.cut_documents} documents cut, "
-        f"{report.overlong_documents} too long, {report.dropped_documents - report.overlong_documents} with nothing "
-        f"supervised, {documents.words()}; "
-        f"the draft vocabulary covers {coverage(heldout_documents.items, draft.d2t):.1%} of held-out tokens"
-    )
-    for warning in data_warnings(documents, packed, heldout_documents):
-        say(f"warning: {warning}")
-    setup = Setup(
-        target.graph,
-        draft.graph,
-        draft.taps,
-        make_optimiser(config.optimiser),
-        config.training.ttt_steps,
-        config.training.step_decay,
-        config.training.feature_loss,
-        config.training.compute_dtype,
-    )
-    kept = {key: draft.params[key] for key in frozen_parts(config) if key in draft.params}
-    frozen = Frozen(target.params, kept, jnp.asarray(draft.d2t))
-    facts = wiring_facts(draft, target.fingerprint, packed, heldout)
-    run_folder.require_room(folder, checkpoint_bytes(draft, frozen_parts(config)), config.training.keep_checkpoints)
-    run_folder.begin(folder, config)
-    checkpoints = Checkpoints(folder / "checkpoints", facts, config.training.keep_checkpoints)
-    if checkpoints.latest is None:
-        run_folder.write_provenance(folder, config, target, packed, documents, init_from)
-    if draft.facts["verifier"]["name_or_path"] is None:
-        say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
-    return Run(config, target, draft, packed, heldout, setup, frozen, checkpoints, stored, heldout_stored)
-
-
-def _read(config: Config, files: str | list[str], target: Target) -> tuple[Documents, Packed]:
-    """Documents of the training or the held-out files, and their rows."""
-    data = config.data
-    options = ChatOptions(data.last_turn_only, data.chat_template)
-    documents = read_documents(files, target, data.stored.loss_masks, options, data.duplicates == "drop")
-    return documents, pack_documents(documents.items, data.length, files, data.overlong == "drop")
-
-
-def _stored(config: Config, draft: Draft, target: Target, documents: Documents, packed: Packed, say):
-    """The stored features of documents that have some, checked; None for those the target runs over."""
-    if documents.samples is None:
-        return None
-    stored = StoredFeatures(documents.samples, packed, config.data.stored, draft.taps, target)
-    if config.training.feature_loss and stored.states.normed:
-        raise UserError(
-            "training.feature_loss compares with the last hidden state before the final norm, the stored one is after "
-            "it / set training.feature_loss to 0"
-        )
-    say(stored.words())
-    return stored
-
-
-def frozen_parts(config: Config) -> tuple[str, ...]:
-    """Top-level parameters of the draft that stay as they began."""
-    frozen = ("embed_tokens", "target_norm")  # the target's own, as far as a draft has them
-    return frozen if config.training.train_head else (*frozen, "lm_head")
-
-
-def checkpoint_bytes(draft: Draft, frozen: tuple[str, ...]) -> int:
-    """Size of a checkpoint: what is trained and its two moments, in float32."""
-    trained = {key: value for key, value in draft.params.items() if key not in frozen}
-    return 3 * 4 * sum(leaf.size for leaf in jax.tree.leaves(trained))
-
-
-def _first_draft(config: Config, target: Target, documents, init_from: str | None) -> Draft:
-    facts = {
-        "verifier": {
-            "name_or_path": config.training.target_hub_id or target.hub_id,
-            "architectures": ["LlamaForCausalLM"],
-        },
-        "target": {
-            "hub_id": config.training.target_hub_id or target.hub_id,
-            "fingerprint": target.fingerprint,
-            "tokenizer_fingerprint": target.tokenizer_fingerprint,
-        },
-    }
-    if init_from is not None:
-        draft = load_draft(init_from, "float32", target=target)
-        wanted = draft_config(config.draft, target)
-        require(draft.taps, wanted.taps)
-        differing = [name for name, value in vars(wanted).items() if vars(draft.config)[name] != value]
-        if differing:
-            raise UserError(f"--init-from {init_from} differs from the config's draft in {', '.join(differing)}")
-        return Draft(draft.config, draft.graph, draft.params, draft.d2t, facts)
-    size = min(config.draft.vocab_size, target.config.vocab_size)
-    d2t = draft_vocabulary(documents, size, target.config.vocab_size, always=target.eos_token_ids)
-    return initial_draft(config.draft, target, d2t, config.training.seed, facts)
+def fresh_state(run: Run) -> TrainState:
+    """The state that training begins from: float32 masters, moments of zero."""
+    # Copies: some weights begin as the target's own arrays, and the step takes its state's memory over.
+    trainable = jax.tree.map(lambda p: jnp.array(p, jnp.float32), trained_parts(run))
+    average = None if run.setup.ema is None else jax.tree.map(jnp.array, trainable)
+    return TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32), average)
 
 
 def _start(run: Run, say) -> tuple[TrainState, Budget, float]:
     """Fresh or the newest checkpoint's: the state to train from, the budget, the seconds of training behind it."""
-    trainable = {key: value for key, value in run.draft.params.items() if key not in run.frozen.draft}
-    # Copies: some weights begin as the target's own arrays, and the step takes its state's memory over.
-    trainable = jax.tree.map(lambda p: jnp.array(p, jnp.float32), trainable)
-    state = TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32))
+    state = fresh_state(run)
     training, extra = run.config.training, {"seconds": 0.0, "pass_steps": None, "expected": None}
     if run.checkpoints.latest is not None:
         state, extra, step = run.checkpoints.restore(state)
@@ -247,12 +120,14 @@ def _loop(
             begin = time.perf_counter()
             chosen = rows_of_step(step, rows, training.batch_rows, training.seed, budget.pass_steps)
             batch = make_batch(run.train, chosen, training.batch_rows)
-            features = _features(run, run.stored, run.cache, chosen, batch)
+            features = features_of(run, run.stored, run.cache, chosen, batch)
             # Only what is kept is for the first pass alone.
             of_features = time.perf_counter() - begin if training.features == "ram" else 0.0
             rate = jnp.float32(learning_rate_factor(run.config.optimiser, step / total))
             state, outcome = train_step(run.setup, run.frozen, state, batch, features, rate)
-            metrics = _step_metrics(run, budget, step, outcome, batch)
+            metrics = _step_metrics(run, budget, step, outcome, batch) | {
+                "learning_rate": float(rate) * run.config.optimiser.learning_rate
+            }
             if not math.isfinite(metrics["loss"]):
                 raise UserError(
                     f"loss is {metrics['loss']} at step {step} / {folder} / lower the learning rate, --resume"
@@ -285,7 +160,7 @@ def _extra(budget: Budget, total: float, heldout: dict[str, Any] | None, seconds
     return {"heldout": heldout, "seconds": seconds, "pass_steps": decided, "expected": total}
 
 
-def _features(run: Run, stored: StoredFeatures | None, cache: FeatureCache, rows: list[int], batch):
+def features_of(run: Run, stored: StoredFeatures | None, cache: FeatureCache, rows: list[int], batch):
     """None for online features; otherwise what is stored, or with `ram` kept, read or computed on first use."""
     keep = run.config.training.features == "ram"
     if stored is None and not keep:
@@ -304,7 +179,7 @@ def _features(run: Run, stored: StoredFeatures | None, cache: FeatureCache, rows
 
 def _step_metrics(run: Run, budget: Budget, step: int, outcome, batch) -> dict[str, Any]:
     meter = AcceptanceMeter(run.config.training.ttt_steps)
-    meter.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids)
+    _add(meter, outcome, batch)
     return {
         "step": step + 1,
         "epoch": round((step + 1) / budget.pass_steps, 3),
@@ -316,17 +191,34 @@ def _step_metrics(run: Run, budget: Budget, step: int, outcome, batch) -> dict[s
 
 
 def evaluate(run: Run, state: TrainState) -> dict[str, Any]:
-    """Loss and acceptance on all held-out rows, with `evaluate_steps` draft steps."""
+    """Loss and acceptance on all held-out rows, with `evaluate_steps` draft steps; tau also by source and by place."""
     training = run.config.training
     setup = run.setup._replace(steps=training.evaluate_steps)
     meter, losses = AcceptanceMeter(training.evaluate_steps), []
+    by_source, by_position = Breakdown(), Breakdown()
     for rows, batch in batches_in_order(run.heldout, training.batch_rows):
-        features = _features(run, run.heldout_stored, run.heldout_cache, rows, batch)
-        outcome = evaluate_batch(setup, run.frozen, state.trainable, batch, features)
-        meter.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids)
+        features = features_of(run, run.heldout_stored, run.heldout_cache, rows, batch)
+        outcome = evaluate_batch(setup, run.frozen, state.weights, batch, features)
+        for answer in _add(meter, outcome, batch):
+            source = run.heldout_documents.sources[run.heldout.members[rows[answer.row]][answer.document]]
+            start = int(np.argmax(batch.document_ids[answer.row] == answer.document))
+            for slot, accepted in zip(answer.slots, answer.accepted, strict=True):
+                by_source.add(source, accepted)
+                by_position.add(bucket(slot - start), accepted)
         losses.append((float(outcome.losses[0]), int(np.asarray(outcome.counts.total)[0])))
     weight = max(sum(count for _, count in losses), 1)
-    return {"loss_first_step": sum(loss * count for loss, count in losses) / weight, **meter.summary()}
+    return {
+        "loss_first_step": sum(loss * count for loss, count in losses) / weight,
+        **meter.summary(),
+        "by_source": by_source.summary(),
+        "by_position": by_position.summary(),
+    }
+
+
+def _add(meter: AcceptanceMeter, outcome, batch) -> list[Answer]:
+    return meter.add(
+        outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids, int(outcome.covered)
+    )
 
 
 def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: dict[str, Any], say) -> dict[str, Any]:
@@ -337,9 +229,10 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
         candidate, extra, _ = run.checkpoints.restore(state, best)
         if extra["heldout"]["simulated_tau"] > heldout["simulated_tau"]:
             state, heldout, step = candidate, extra["heldout"], best
-    params = {**jax.tree.map(jnp.asarray, state.trainable), **run.frozen.draft}
+    params = {**jax.tree.map(jnp.asarray, state.weights), **run.frozen.draft}
     dtype = jnp.dtype(run.config.target.dtype)
-    trained = {"step": step, "ttt_steps": run.config.training.ttt_steps, **heldout}
+    trained = {"step": step, "ttt_steps": run.config.training.ttt_steps}
+    trained |= {key: value for key, value in heldout.items() if not isinstance(value, dict)}
     if run.config.data.chat_template:
         trained["chat_template"] = run.config.data.chat_template  # serving must render chats with the same
     facts = {**run.draft.facts, "training": trained}
