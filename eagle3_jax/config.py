@@ -159,6 +159,25 @@ class TrainingConfig(_Strict):
     evaluate_steps: Annotated[int, Field(ge=1, le=16)] = 5
 
 
+class EvaluationConfig(_Strict):
+    """After training, `count` prompts are answered for real (0: none), and tau stands beside the simulated one.
+
+    prompts: file of rows with `turns`; null takes what precedes the answers of held-out documents.
+    """
+
+    prompts: str | None = None
+    count: Annotated[int, Field(ge=0)] = 8
+    max_new_tokens: Positive = 128
+    strategy: Annotated[str, Field(pattern=r"^(chain:\d+|tree:\d+x\d+x\d+)$")] = "chain:5"
+
+
+class TrackingConfig(_Strict):
+    """to: trackers besides the console and metrics.jsonl, which are always written. project: its name there."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    project: str = "eagle3-jax"
+
+
 class Config(_Strict):
     """One training run, written to runs_dir/name."""
 
@@ -170,6 +189,8 @@ class Config(_Strict):
     optimiser: OptimiserConfig = OptimiserConfig()
     loss: LossConfig = LossConfig()
     training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _consistent(self):

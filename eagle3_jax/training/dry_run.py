@@ -123,16 +123,16 @@ def _bytes(params: Any, size: int) -> int:
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """The figures in words."""
-    p, m, d, t, time_ = (figures[key] for key in ("parameters", "memory_per_device", "disk", "tokens", "time"))
+    p, m, d, t, run = (figures[k] for k in ("parameters", "memory_per_device", "disk", "tokens", "time"))
     giga = 1e9
     ram = m["features_in_host_memory"]
     return [
-        f"parameters: {p['draft_trained']:,} trained, {p['draft_frozen']:,} of the draft frozen, target {p['target']:,}",
+        f"parameters: {p['draft_trained']:,} trained, {p['draft_frozen']:,} frozen in the draft, target {p['target']:,}",
         f"data: {t['rows']:,} rows of {t['row_length']}, {t['in_rows']:,} tokens, {t['supervised']:,} supervised",
         f"memory per device: {m['peak'] / giga:.2f} GB at the peak of a step ({m['arguments'] / giga:.2f} held, "
         f"{m['temporaries'] / giga:.2f} temporary)" + (f"; {ram / giga:.2f} GB of features in RAM" if ram else ""),
         f"disk: {d['checkpoints'] / giga:.2f} GB of checkpoints ({d['checkpoint'] / giga:.2f} each), "
         f"{d['export'] / giga:.2f} GB export",
-        f"time: {time_['steps']:,} steps of {time_['seconds_a_step']:.3f} s, {time_['tokens_per_second']:,.0f} tok/s; "
-        f"about {time_['seconds'] / 60:.1f} minutes with evaluation",
+        f"time: {run['steps']:,} steps of {run['seconds_a_step']:.3f} s, {run['tokens_per_second']:,.0f} tok/s; "
+        f"about {run['seconds'] / 60:.1f} minutes with evaluation",
     ]

@@ -56,7 +56,8 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     run_folder.begin(folder, config)
     run.checkpoints = Checkpoints(folder / "checkpoints", facts, config.training.keep_checkpoints)
     if run.checkpoints.latest is None:
-        run_folder.write_provenance(folder, config, run.target, run.train, run.documents, init_from)
+        covered = coverage(run.heldout_documents.items, run.draft.d2t)
+        run_folder.write_provenance(folder, config, run.target, run.train, run.documents, covered, init_from)
     return run
 
 

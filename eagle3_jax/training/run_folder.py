@@ -7,11 +7,13 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import yaml
 
 from eagle3_jax.config import Config
@@ -90,7 +92,7 @@ def _differing(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> str:
     return ""
 
 
-def write_provenance(folder: Path, config: Config, target, packed, documents, init_from: str | None) -> None:
+def write_provenance(folder: Path, config: Config, target, packed, documents, covered: float, init_from) -> None:
     """Command, versions, commit, machine, target, data and first draft of the run."""
     files = [config.data.train] if isinstance(config.data.train, str) else config.data.train
     write_json(
@@ -104,11 +106,26 @@ def write_provenance(folder: Path, config: Config, target, packed, documents, in
             "target": {"path": target.path, "fingerprint": target.fingerprint},
             "data": {file: "of the hub" if is_hub(file) else _digest(Path(file)) for file in files},
             "packing": vars(packed.report),
+            "statistics": statistics(documents) | {"coverage": round(covered, 5)},
             "duplicate_documents": documents.duplicates,
             "refused_rows": documents.refused,
             "first_refusal": documents.first_refusal,
         },
     )
+
+
+def statistics(documents) -> dict[str, Any]:
+    """Lengths of documents and of what is supervised in them ([least, median, 90 %, most]); documents by source."""
+    lengths = np.array([len(ids) for ids, _ in documents.items])
+    supervised = np.array([int(mask.sum()) for _, mask in documents.items])
+
+    def spread(values: np.ndarray) -> list[int]:
+        return np.quantile(values, [0, 0.5, 0.9, 1], method="nearest").astype(int).tolist()
+
+    return {
+        "lengths": {"all": spread(lengths), "supervised": spread(supervised)},
+        "sources": dict(Counter(documents.sources).most_common(20)),
+    }
 
 
 def _commit() -> str | None:

@@ -29,9 +29,12 @@ from eagle3_jax.training.dataset import (
 )
 from eagle3_jax.training.features import FeatureCache
 from eagle3_jax.training.interrupt import deferred_interrupt
+from eagle3_jax.training.measured import measure_generation
 from eagle3_jax.training.metrics import AcceptanceMeter, Answer, Breakdown, bucket
 from eagle3_jax.training.optimiser import learning_rate_factor
 from eagle3_jax.training.prepare import Run, prepare, trained_parts
+from eagle3_jax.training.report import write_report
+from eagle3_jax.training.report.samples import sample_answers
 from eagle3_jax.training.step import (
     TrainState,
     complete_features,
@@ -40,6 +43,7 @@ from eagle3_jax.training.step import (
     train_step,
 )
 from eagle3_jax.training.stored import StoredFeatures
+from eagle3_jax.training.trackers import open_trackers
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def _loop(
     first = step = int(state.step)
     metrics_file = run_folder.Metrics(folder / "metrics.jsonl", step)
     began, heldout = time.perf_counter() - spent, None
-    with deferred_interrupt() as interrupted:
+    with deferred_interrupt() as interrupted, open_trackers(run.config, first) as trackers:
         while step < (total := budget.total(step, time.perf_counter() - began)):
             if interrupted.is_set():
                 run.checkpoints.save(step, state, _extra(budget, total, None, time.perf_counter() - began), None)
@@ -141,6 +145,7 @@ def _loop(
             metrics["seconds"] = round(seconds, 4)
             metrics["tokens_per_second"] = round(float((batch.document_ids >= 0).sum()) / seconds, 1)
             metrics_file.write(metrics if heldout is None else {**metrics, "heldout": heldout})
+            trackers.log(step, metrics, heldout)
             elapsed = time.perf_counter() - began
             try:
                 left = budget.seconds_left(step, elapsed)
@@ -239,6 +244,7 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     draft = Draft(run.draft.config, run.draft.graph, params, run.draft.d2t, facts)
     save_draft(draft, folder / "export", run.config.training.ttt_steps)
+    run_folder.write_json(folder / "samples.json", _samples(run, state))
     say(f"draft written to {folder / 'export'} (step {step}, held-out simulated tau {heldout['simulated_tau']:.3f})")
     rows, batch_rows, seed = len(run.train.input_ids), run.config.training.batch_rows, run.config.training.seed
     used = [row for first in range(budget.pass_steps) for row in rows_of_step(first, rows, batch_rows, seed)]
@@ -252,5 +258,22 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
         "supervised_tokens": int(run.train.loss_mask[used].sum()),
         "export": str(folder / "export"),
     }
+    template = run.config.data.chat_template
+    generation = measure_generation(run.config.evaluation, run.target, draft, run.heldout, template, say)
+    if generation is not None:
+        result["generation"] = generation
+        say(f"tau {generation['tau']:.3f} when generating, {generation['simulated_tau']:.3f} simulated on its answers")
     run_folder.write_json(folder / "result.json", result)
+    say(f"report: {write_report(folder)}")
     return result
+
+
+def _samples(run: Run, state: TrainState) -> list[dict[str, Any]]:
+    """Some held-out answers with the draft's share in them, for the report."""
+    setup = run.setup._replace(steps=run.config.training.evaluate_steps)
+
+    def hits_of(rows, batch) -> np.ndarray:
+        features = features_of(run, run.heldout_stored, run.heldout_cache, rows, batch)
+        return np.asarray(evaluate_batch(setup, run.frozen, state.weights, batch, features).hits)
+
+    return sample_answers(run.heldout, hits_of, run.config.training.batch_rows, run.target.tokenizer)

@@ -38,6 +38,7 @@ def config(target, tmp_path) -> Path:
                 "data": {"train": data, "heldout": data, "length": 96},
                 "draft": {"taps": [1, 2, 3], "vocab_size": 20},
                 "training": training,
+                "evaluation": {"count": 0},
             }
         )
     )

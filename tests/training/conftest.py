@@ -55,6 +55,7 @@ class World:
                 "evaluate_every": 2,
                 "checkpoint_every": 4,
             },
+            "evaluation": {"count": 0},  # it compiles generation; tests of it switch it on
         }
         for section, values in sections.items():
             raw[section] = raw[section] | values

@@ -83,7 +83,8 @@ def test_metrics_of_every_step(trained) -> None:
 
 def test_the_run_folder(world, trained) -> None:
     names = {path.name for path in trained.iterdir()}
-    assert names == {"config.yaml", "provenance.json", "metrics.jsonl", "checkpoints", "export", "result.json"}
+    files = {"config.yaml", "provenance.json", "metrics.jsonl", "result.json", "samples.json", "report.html"}
+    assert names == files | {"checkpoints", "export"}
     config = Config.model_validate(yaml.safe_load((trained / "config.yaml").read_text()))
     assert config.run_dir == trained and config.data.train == world.train
     provenance = json.loads((trained / "provenance.json").read_text())

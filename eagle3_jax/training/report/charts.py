@@ -15,8 +15,8 @@ class Series:
     """A line: its name, points, and colour as a CSS class (`c0`, `c1`, ...; `d0` ... `d7` for depths in order)."""
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Sequence[float | int]
+    y: Sequence[float | int]
     colour: str
     dots: bool = False
 

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _charts(steps: list[dict[str, Any]]) -> str:
     at = [step for step, _ in heldout]
 
     def trained(key: str, name: str = "training", colour: str = "c0") -> Series:
-        return Series(name, x, [row[key] for row in steps], colour)
+        return Series(name, x, [row.get(key, math.nan) for row in steps], colour)
 
     loss = [trained("loss")]
     depths = len(heldout[0][1]["full_acceptance"]) if heldout else 0
@@ -138,7 +139,10 @@ def _tables(steps: list[dict[str, Any]], result: dict[str, Any]) -> str:
     conditional, full = heldout["conditional_acceptance"], heldout["full_acceptance"]
     depth = [[str(d + 1), f"{f:.1%}", f"{c:.1%}"] for d, (f, c) in enumerate(zip(full, conditional, strict=True))]
     tables = [_table("Acceptance by depth", ["depth", "all right so far", "right after that"], depth)]
-    for title, key, head in (("By source", "by_source", "source"), ("By tokens before", "by_position", "tokens before")):
+    for title, key, head in (
+        ("By source", "by_source", "source"),
+        ("By tokens before", "by_position", "tokens before"),
+    ):
         rows = [[k, f"{v['simulated_tau']:.3f}", f"{v['rounds']:,}"] for k, v in heldout.get(key, {}).items()]
         if rows:
             tables.append(_table(f"{title} (held-out)", [head, "simulated tau", "rounds"], rows))
@@ -188,9 +192,10 @@ def _samples(samples: list[dict[str, Any]]) -> str:
         text = "".join(f'<span class="{kind}">{html.escape(token)}</span>' for token, kind in sample["tokens"])
         blocks.append(f"<article><small>simulated tau {sample['simulated_tau']:.2f}</small><p>{text}</p></article>")
     return (
-        "<h2>Held-out answers</h2><p class='note'><span class='drafted'>The draft proposed and the target accepted</span>, "
-        "<span class='target'>the target gave itself</span> (one token a round), <span class='given'>the prompt</span>. "
-        f"Exported weights.</p><section class='samples'>{''.join(blocks)}</section>"
+        "<h2>Held-out answers</h2><p class='note'>"
+        "<span class='drafted'>The draft proposed and the target accepted</span>, <span class='target'>the target gave "
+        "itself</span> (one token a round), <span class='given'>the prompt</span>. Exported weights.</p>"
+        f"<section class='samples'>{''.join(blocks)}</section>"
     )
 
 

@@ -3,10 +3,12 @@
 STYLE = """
 :root { --ink: #0b0b0b; --soft: #52514e; --faint: #e4e3df; --page: #fbfaf8; --card: #ffffff;
   --c0: #2a78d6; --c1: #d6541f; --drafted: #bfe3c8;
-  --d0: #0d366b; --d1: #1c5cab; --d2: #2a78d6; --d3: #5598e7; --d4: #86b6ef; --d5: #9ec5f4; --d6: #b7d3f6; --d7: #cde2fb; }
+  --d0: #0d366b; --d1: #1c5cab; --d2: #2a78d6; --d3: #5598e7; --d4: #86b6ef; --d5: #9ec5f4;
+  --d6: #b7d3f6; --d7: #cde2fb; }
 @media (prefers-color-scheme: dark) { :root { --ink: #f2f1ee; --soft: #b5b3ad; --faint: #3a3936; --page: #161513;
   --card: #1e1d1b; --c0: #5598e7; --c1: #eb7a4b; --drafted: #1f5a33;
-  --d0: #cde2fb; --d1: #9ec5f4; --d2: #6da7ec; --d3: #3987e5; --d4: #2a78d6; --d5: #256abf; --d6: #1c5cab; --d7: #184f95; } }
+  --d0: #cde2fb; --d1: #9ec5f4; --d2: #6da7ec; --d3: #3987e5; --d4: #2a78d6; --d5: #256abf;
+  --d6: #1c5cab; --d7: #184f95; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px; }
