@@ -159,6 +159,18 @@ class TrainingConfig(_Strict):
     evaluate_steps: Annotated[int, Field(ge=1, le=16)] = 5
 
 
+class MeshConfig(_Strict):
+    """Devices, of all processes together (eagle3_jax/sharding.py): data x fsdp x tensor must be their number.
+
+    data: copies that see different rows, null for as many as the others leave. fsdp: the same, each keeping a part of
+    every weight. tensor: parts of the heads, of the MLP and of the vocabulary.
+    """
+
+    data: Positive | None = None
+    fsdp: Positive = 1
+    tensor: Positive = 1
+
+
 class EvaluationConfig(_Strict):
     """After training, `count` prompts are answered for real (0: none), and tau stands beside the simulated one.
 
@@ -189,6 +201,7 @@ class Config(_Strict):
     optimiser: OptimiserConfig = OptimiserConfig()
     loss: LossConfig = LossConfig()
     training: TrainingConfig = TrainingConfig()
+    mesh: MeshConfig = MeshConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
 

@@ -8,6 +8,7 @@
 A dimension that does not divide evenly stays whole on every device. XLA puts in the communication.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,18 +60,14 @@ def make_mesh(data: int | None, fsdp: int, tensor: int) -> Mesh | None:
     return None if len(devices) == 1 else Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES)
 
 
-def spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-    """Where the dimensions of the parameter `name` go."""
+def spec(sizes: Mapping[str, int], name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    """Where the dimensions of the parameter `name` go, on a mesh of these sizes."""
     logical = PARAMETERS.get(name, ())
     if len(logical) != len(shape):
         return PartitionSpec()
     axes = [RULES[axis] for axis in logical]
-    return PartitionSpec(
-        *(
-            a if size % int(np.prod([mesh.shape[x] for x in a])) == 0 else None
-            for a, size in zip(axes, shape, strict=True)
-        )
-    )
+    parts = [int(np.prod([sizes[x] for x in axis])) for axis in axes]
+    return PartitionSpec(*(a if size % n == 0 else None for a, n, size in zip(axes, parts, shape, strict=True)))
 
 
 def shardings(mesh: Mesh, tree: Any) -> Any:
@@ -79,7 +76,7 @@ def shardings(mesh: Mesh, tree: Any) -> Any:
     def of(path: tuple, leaf: Any) -> NamedSharding:
         keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
         name = str(keys[-2]) if len(keys) > 1 and keys[-1] == "weight" else ""
-        return NamedSharding(mesh, spec(mesh, name, leaf.shape))
+        return NamedSharding(mesh, spec(mesh.shape, name, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(of, tree)
 
@@ -98,9 +95,7 @@ class Placement:
         """UserError unless a batch of so many rows divides over the devices."""
         parts = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         if rows % parts:
-            raise UserError(
-                f"{what} is {rows}, which {parts} devices (mesh.data x mesh.fsdp) cannot share / use a multiple"
-            )
+            raise UserError(f"{what}: {rows} is not a multiple of mesh.data x mesh.fsdp, {parts} / change one of them")
 
     def weights(self, tree: Any) -> Any:
         """Parameters, the same on every process, each device getting its part."""
@@ -108,11 +103,11 @@ class Placement:
             return tree
         return jax.tree.map(_put, tree, shardings(self.mesh, tree))
 
-    def own(self, rows: list[int]) -> list[int]:
-        """Of the rows of a batch, those that this process makes."""
+    def own(self, rows: Any) -> Any:
+        """Of the rows of a batch (a list, or an array [rows, ...]), those that this process makes."""
         count = len(rows) // jax.process_count()
         begin = jax.process_index() * count
-        return rows[begin : begin + count] if jax.process_count() > 1 else rows
+        return rows[begin : begin + count]
 
     def batch(self, tree: Any) -> Any:
         """Arrays [rows, ...] with this process's rows, as arrays of the whole batch."""
@@ -155,6 +150,14 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
 def is_main() -> bool:
     """Whether this process is the one that writes files and prints."""
     return jax.process_index() == 0
+
+
+def sync(what: str) -> None:
+    """Waits for all processes."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(what)
 
 
 def any_process(flag: bool) -> bool:

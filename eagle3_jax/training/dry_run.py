@@ -15,7 +15,7 @@ from eagle3_jax.training.budget import Budget
 from eagle3_jax.training.dataset import make_batch, rows_of_step, steps_an_epoch
 from eagle3_jax.training.prepare import Run, checkpoint_bytes, load, trained_parts
 from eagle3_jax.training.step import compute_features, evaluate_batch, train_step
-from eagle3_jax.training.trainer import features_of, fresh_state
+from eagle3_jax.training.trainer import features_of, fresh_state, on_devices
 
 
 def dry_run(config: Config, target: Target | None, init_from: str | None, say) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def dry_run(config: Config, target: Target | None, init_from: str | None, say) -
     training, rows = config.training, len(run.train.input_ids)
     chosen = rows_of_step(0, rows, training.batch_rows, training.seed)
     batch = make_batch(run.train, chosen, training.batch_rows)
+    batch = on_devices(run, batch)
     features = features_of(run, run.stored, run.cache, chosen, batch)
     state = fresh_state(run)
     rate = jnp.float32(1.0)
@@ -127,9 +128,9 @@ def lines(figures: dict[str, Any]) -> list[str]:
     giga = 1e9
     ram = m["features_in_host_memory"]
     return [
-        f"parameters: {p['draft_trained']:,} trained, {p['draft_frozen']:,} frozen in the draft, target {p['target']:,}",
+        f"parameters: {p['draft_trained']:,} trained, {p['draft_frozen']:,} frozen, target {p['target']:,}",
         f"data: {t['rows']:,} rows of {t['row_length']}, {t['in_rows']:,} tokens, {t['supervised']:,} supervised",
-        f"memory per device: {m['peak'] / giga:.2f} GB at the peak of a step ({m['arguments'] / giga:.2f} held, "
+        f"memory per device: {m['peak'] / giga:.2f} GB at a step's peak ({m['arguments'] / giga:.2f} held, "
         f"{m['temporaries'] / giga:.2f} temporary)" + (f"; {ram / giga:.2f} GB of features in RAM" if ram else ""),
         f"disk: {d['checkpoints'] / giga:.2f} GB of checkpoints ({d['checkpoint'] / giga:.2f} each), "
         f"{d['export'] / giga:.2f} GB export",

@@ -62,20 +62,22 @@ def choices(
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """The full-vocabulary argmax at each token, and the log-sum-exp of its logits.
 
-    Full-vocabulary logits of a whole batch would be the largest array of the step: they are made for `chunk` tokens at
-    a time (chunk x vocabulary x 4 bytes).
+    Full-vocabulary logits of a whole batch would be the largest array of the step: they are made for about `chunk`
+    tokens at a time (chunk x vocabulary x 4 bytes), the same columns of every row, so that rows stay on their devices.
     """
     rows, tokens, size = last.array.shape
-    count = -(-rows * tokens // chunk)
-    flat = jnp.pad(last.array.reshape(-1, size), ((0, count * chunk - rows * tokens), (0, 0)))
+    columns = max(chunk // rows, 1)
+    count = -(-tokens // columns)
+    padded = jnp.pad(last.array, ((0, 0), (0, count * columns - tokens), (0, 0)))
+    parts = padded.reshape(rows, count, columns, size).swapaxes(0, 1)
 
     def part(array: jax.Array) -> tuple[jax.Array, jax.Array]:
         normed = LastHidden(array, last.normed).after_norm(model.model.norm)
         logits = head_logits(normed, model.head_weight)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), jax.nn.logsumexp(logits, axis=-1)
 
-    found = jax.lax.map(part, flat.reshape(count, chunk, size))
-    argmax, normaliser = (array.reshape(-1)[: rows * tokens].reshape(rows, tokens) for array in found)
+    found = jax.lax.map(part, parts)
+    argmax, normaliser = (array.swapaxes(0, 1).reshape(rows, -1)[:, :tokens] for array in found)
     return argmax, normaliser
 
 

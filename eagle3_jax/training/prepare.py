@@ -3,6 +3,7 @@
 Nothing is written before all inputs are sound, so that a mistake does not use up the run's name.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from eagle3_jax.data.vocabulary import coverage, draft_vocabulary
 from eagle3_jax.draft.draft import Draft, load_draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target, load_target
+from eagle3_jax.sharding import Placement, is_main, make_mesh, sync
 from eagle3_jax.taps import require
 from eagle3_jax.training import run_folder
 from eagle3_jax.training.checkpoints import Checkpoints, wiring_facts
@@ -53,9 +55,12 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     run = load(config, target, init_from, say)
     facts = wiring_facts(run.draft, run.target.fingerprint, run.train, run.heldout)
     run_folder.require_room(folder, checkpoint_bytes(run), config.training.keep_checkpoints)
-    run_folder.begin(folder, config)
+    sync("inputs are sound")
+    if is_main():
+        run_folder.begin(folder, config)
+    sync("the folder is there")
     run.checkpoints = Checkpoints(folder / "checkpoints", facts, config.training.keep_checkpoints)
-    if run.checkpoints.latest is None:
+    if run.checkpoints.latest is None and is_main():
         covered = coverage(run.heldout_documents.items, run.draft.d2t)
         run_folder.write_provenance(folder, config, run.target, run.train, run.documents, covered, init_from)
     return run
@@ -63,7 +68,11 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
 
 def load(config: Config, target: Target | None, init_from: str | None, say) -> Run:
     """Loads the target, reads and packs the data, makes the first draft. Writes nothing."""
-    target = load_target(config.target.path, config.target.dtype) if target is None else target
+    placement = Placement(make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
+    _check_processes(config, placement)
+    if target is None:
+        with jax.default_device(None if placement.mesh is None else jax.devices("cpu")[0]):  # not all of it on one
+            target = load_target(config.target.path, config.target.dtype)
     (documents, packed), (heldout_documents, heldout) = (
         _read(config, files, target) for files in (config.data.train, config.data.heldout)
     )
@@ -85,10 +94,20 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     if draft.facts["verifier"]["name_or_path"] is None:
         say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
     kept = {key: draft.params[key] for key in frozen_parts(config) if key in draft.params}
-    frozen = Frozen(target.params, kept, jnp.asarray(draft.d2t))
+    target = dataclasses.replace(target, params=placement.weights(target.params))
+    frozen = Frozen(target.params, placement.weights(kept), placement.weights(jnp.asarray(draft.d2t)))
     sides = (packed, heldout, documents, heldout_documents)
-    setup = make_setup(config, target, draft)
+    setup = make_setup(config, target, draft)._replace(placement=placement)
     return Run(config, target, draft, *sides, setup, frozen, stored=stored, heldout_stored=heldout_stored)
+
+
+def _check_processes(config: Config, placement: Placement) -> None:
+    placement.check_rows(config.training.batch_rows // config.training.accumulate, "rows of a step (of one part)")
+    several = jax.process_count() > 1
+    if several and config.training.features == "ram":
+        raise UserError("training.features: ram keeps whole batches, which no single process has / use online")
+    if several and config.training.minutes is not None:
+        raise UserError("training.minutes: the clocks of several processes differ / set training.epochs alone")
 
 
 def _read(config: Config, files: str | list[str], target: Target) -> tuple[Documents, Packed]:

@@ -171,8 +171,10 @@ def write_text(path: Path, text: str) -> None:
 class Metrics:
     """metrics.jsonl, one line a step. On resume, lines after the restored step (and a torn one) are dropped."""
 
-    def __init__(self, path: Path, step: int):
+    def __init__(self, path: Path | None, step: int):
         self._path = path
+        if path is None:  # another process writes it
+            return
         kept = []
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -186,6 +188,8 @@ class Metrics:
         write_text(path, "".join(line + "\n" for line in kept))
 
     def write(self, row: dict[str, Any]) -> None:
+        if self._path is None:
+            return
         try:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

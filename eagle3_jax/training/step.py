@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.ttt import document_positions, ttt_forward
 from eagle3_jax.models.weights import Graph, Params
+from eagle3_jax.sharding import Placement
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 from eagle3_jax.training.features import CHUNK, Features, complete, target_features, teacher
 from eagle3_jax.training.loss import (
@@ -35,7 +36,7 @@ class Setup(NamedTuple):
 
     noise, seed: amplitude of uniform noise on the tapped features in training, and of its random numbers. accumulate:
     parts that a batch is computed in, one after another; the result is that of the whole. ema: decay of the average of
-    the weights, or None. remat, chunk: see `ttt_forward` and `features.choices`.
+    the weights, or None. remat, chunk: see `ttt_forward` and `features.choices`. placement: on which devices.
     """
 
     target: Graph
@@ -51,6 +52,7 @@ class Setup(NamedTuple):
     ema: float | None = None
     remat: bool = False
     chunk: int = CHUNK
+    placement: Placement = Placement(None)
 
 
 class Frozen(NamedTuple):
@@ -133,13 +135,15 @@ def train_step(
         decay = jnp.minimum(setup.ema, (1.0 + state.step) / (10.0 + state.step))
         average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, trainable)
     outcome = outcome._replace(grad_norm=optax.tree.norm(gradients))
-    return TrainState(trainable, optimiser, state.step + 1, average), outcome
+    state = TrainState(trainable, optimiser, state.step + 1, average)
+    return setup.placement.constrain(state), setup.placement.whole(outcome)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate_batch(setup: Setup, frozen: Frozen, trainable: Params, batch: Batch, features: Features | None) -> Outcome:
     """Loss and hits of a batch without a step."""
-    return _loss(setup, frozen, batch, _features(setup, frozen, batch, features), None, None, trainable)[1]
+    outcome = _loss(setup, frozen, batch, _features(setup, frozen, batch, features), None, None, trainable)[1]
+    return setup.placement.whole(outcome)
 
 
 def _features(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None) -> Features:
@@ -158,6 +162,7 @@ def _gradients(setup: Setup, frozen: Frozen, state: TrainState, batch: Batch, fe
     if setup.accumulate == 1:
         return grad_function(batch, _features(setup, frozen, batch, features), key, None, state.trainable)
     parts = jax.tree.map(lambda a: a.reshape(setup.accumulate, -1, *a.shape[1:]), (batch, features))
+    parts = setup.placement.constrain_rows(parts, leading=1)
     keys = jax.random.split(key, setup.accumulate)
     totals = jax.lax.map(lambda part: _totals(setup, frozen, *part), parts)
     totals = jax.tree.map(lambda a: a.sum(0).astype(jnp.float32), totals)

@@ -19,6 +19,7 @@ from eagle3_jax.config import Config
 from eagle3_jax.draft.draft import Draft, save_draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
+from eagle3_jax.sharding import any_process, is_main, sync
 from eagle3_jax.training import run_folder
 from eagle3_jax.training.budget import Budget
 from eagle3_jax.training.dataset import (
@@ -36,6 +37,7 @@ from eagle3_jax.training.prepare import Run, prepare, trained_parts
 from eagle3_jax.training.report import write_report
 from eagle3_jax.training.report.samples import sample_answers
 from eagle3_jax.training.step import (
+    Batch,
     TrainState,
     complete_features,
     compute_features,
@@ -73,6 +75,8 @@ def train(
     Raises UserError on bad configs or data, WiringError on taps that disagree.
     """
     folder = config.run_dir
+    if not is_main():
+        say, progress = (lambda line: None), (lambda report: None)
     finished = run_folder.check(folder, config, resume)
     if finished is not None:
         return finished
@@ -90,7 +94,8 @@ def fresh_state(run: Run) -> TrainState:
     # Copies: some weights begin as the target's own arrays, and the step takes its state's memory over.
     trainable = jax.tree.map(lambda p: jnp.array(p, jnp.float32), trained_parts(run))
     average = None if run.setup.ema is None else jax.tree.map(jnp.array, trainable)
-    return TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32), average)
+    state = TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32), average)
+    return run.setup.placement.weights(state)
 
 
 def _start(run: Run, say) -> tuple[TrainState, Budget, float]:
@@ -114,21 +119,22 @@ def _loop(
     """Steps until the budget is used up. spent: seconds of training before this call."""
     training, rows = run.config.training, len(run.train.input_ids)
     first = step = int(state.step)
-    metrics_file = run_folder.Metrics(folder / "metrics.jsonl", step)
+    metrics_file = run_folder.Metrics(folder / "metrics.jsonl" if is_main() else None, step)
     began, heldout = time.perf_counter() - spent, None
     with deferred_interrupt() as interrupted, open_trackers(run.config, first) as trackers:
         while step < (total := budget.total(step, time.perf_counter() - began)):
-            if interrupted.is_set():
+            if any_process(interrupted.is_set()):
                 run.checkpoints.save(step, state, _extra(budget, total, None, time.perf_counter() - began), None)
                 raise KeyboardInterrupt(f"stopped at step {step} of {total:.0f} / {folder} / --resume goes on")
             begin = time.perf_counter()
             chosen = rows_of_step(step, rows, training.batch_rows, training.seed, budget.pass_steps)
             batch = make_batch(run.train, chosen, training.batch_rows)
-            features = features_of(run, run.stored, run.cache, chosen, batch)
+            placed = on_devices(run, batch)
+            features = features_of(run, run.stored, run.cache, chosen, placed)
             # Only what is kept is for the first pass alone.
             of_features = time.perf_counter() - begin if training.features == "ram" else 0.0
             rate = jnp.float32(learning_rate_factor(run.config.optimiser, step / total))
-            state, outcome = train_step(run.setup, run.frozen, state, batch, features, rate)
+            state, outcome = train_step(run.setup, run.frozen, state, placed, features, rate)
             metrics = _step_metrics(run, budget, step, outcome, batch) | {
                 "learning_rate": float(rate) * run.config.optimiser.learning_rate
             }
@@ -170,16 +176,24 @@ def features_of(run: Run, stored: StoredFeatures | None, cache: FeatureCache, ro
     keep = run.config.training.features == "ram"
     if stored is None and not keep:
         return None
-    rows = rows + [-1] * (run.config.training.batch_rows - len(rows))
+    rows, placement = rows + [-1] * (run.config.training.batch_rows - len(rows)), run.setup.placement
     features = cache.get(rows) if keep else None
     if features is None:
         if stored is None:
             features = compute_features(run.setup, run.frozen, batch)
         else:
-            features = complete_features(run.setup, run.frozen, *stored.rows(rows))
+            states = placement.batch(stored.rows(placement.own(rows)))
+            features = complete_features(run.setup, run.frozen, *states)
         if keep:
             cache.put(rows, features)
-    return features
+        return features
+    return placement.batch(features)
+
+
+def on_devices(run: Run, batch: Batch) -> Batch:
+    """A batch where the step wants it; each process hands over its own rows."""
+    placement = run.setup.placement
+    return placement.batch(jax.tree.map(placement.own, batch))
 
 
 def _step_metrics(run: Run, budget: Budget, step: int, outcome, batch) -> dict[str, Any]:
@@ -202,8 +216,9 @@ def evaluate(run: Run, state: TrainState) -> dict[str, Any]:
     meter, losses = AcceptanceMeter(training.evaluate_steps), []
     by_source, by_position = Breakdown(), Breakdown()
     for rows, batch in batches_in_order(run.heldout, training.batch_rows):
-        features = features_of(run, run.heldout_stored, run.heldout_cache, rows, batch)
-        outcome = evaluate_batch(setup, run.frozen, state.weights, batch, features)
+        placed = on_devices(run, batch)
+        features = features_of(run, run.heldout_stored, run.heldout_cache, rows, placed)
+        outcome = evaluate_batch(setup, run.frozen, state.weights, placed, features)
         for answer in _add(meter, outcome, batch):
             source = run.heldout_documents.sources[run.heldout.members[rows[answer.row]][answer.document]]
             start = int(np.argmax(batch.document_ids[answer.row] == answer.document))
@@ -234,17 +249,19 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
         candidate, extra, _ = run.checkpoints.restore(state, best)
         if extra["heldout"]["simulated_tau"] > heldout["simulated_tau"]:
             state, heldout, step = candidate, extra["heldout"], best
-    params = {**jax.tree.map(jnp.asarray, state.weights), **run.frozen.draft}
+    params = run.setup.placement.gathered({**state.weights, **run.frozen.draft})
     dtype = jnp.dtype(run.config.target.dtype)
     trained = {"step": step, "ttt_steps": run.config.training.ttt_steps}
     trained |= {key: value for key, value in heldout.items() if not isinstance(value, dict)}
     if run.config.data.chat_template:
         trained["chat_template"] = run.config.data.chat_template  # serving must render chats with the same
     facts = {**run.draft.facts, "training": trained}
-    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    params = jax.tree.map(lambda p: jnp.asarray(np.asarray(p), dtype), params)
     draft = Draft(run.draft.config, run.draft.graph, params, run.draft.d2t, facts)
-    save_draft(draft, folder / "export", run.config.training.ttt_steps)
-    run_folder.write_json(folder / "samples.json", _samples(run, state))
+    samples = _samples(run, state)
+    if is_main():
+        save_draft(draft, folder / "export", run.config.training.ttt_steps)
+        run_folder.write_json(folder / "samples.json", samples)
     say(f"draft written to {folder / 'export'} (step {step}, held-out simulated tau {heldout['simulated_tau']:.3f})")
     rows, batch_rows, seed = len(run.train.input_ids), run.config.training.batch_rows, run.config.training.seed
     used = [row for first in range(budget.pass_steps) for row in rows_of_step(first, rows, batch_rows, seed)]
@@ -258,13 +275,16 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
         "supervised_tokens": int(run.train.loss_mask[used].sum()),
         "export": str(folder / "export"),
     }
-    template = run.config.data.chat_template
-    generation = measure_generation(run.config.evaluation, run.target, draft, run.heldout, template, say)
+    template, generation = run.config.data.chat_template, None
+    if jax.process_count() == 1:
+        generation = measure_generation(run.config.evaluation, run.target, draft, run.heldout, template, say)
     if generation is not None:
         result["generation"] = generation
         say(f"tau {generation['tau']:.3f} when generating, {generation['simulated_tau']:.3f} simulated on its answers")
-    run_folder.write_json(folder / "result.json", result)
-    say(f"report: {write_report(folder)}")
+    if is_main():
+        run_folder.write_json(folder / "result.json", result)
+        say(f"report: {write_report(folder)}")
+    sync("finished")
     return result
 
 
@@ -273,7 +293,8 @@ def _samples(run: Run, state: TrainState) -> list[dict[str, Any]]:
     setup = run.setup._replace(steps=run.config.training.evaluate_steps)
 
     def hits_of(rows, batch) -> np.ndarray:
-        features = features_of(run, run.heldout_stored, run.heldout_cache, rows, batch)
-        return np.asarray(evaluate_batch(setup, run.frozen, state.weights, batch, features).hits)
+        placed = on_devices(run, batch)
+        features = features_of(run, run.heldout_stored, run.heldout_cache, rows, placed)
+        return np.asarray(evaluate_batch(setup, run.frozen, state.weights, placed, features).hits)
 
     return sample_answers(run.heldout, hits_of, run.config.training.batch_rows, run.target.tokenizer)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 540, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 78, 14, 34
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 78.0, 14.0, 34.0
 POINTS = 300  # of a line; longer series are averaged in bins
 
 
@@ -51,7 +51,7 @@ def _thinned(series: Series) -> Series:
     return Series(series.name, x, y, series.colour, series.dots)
 
 
-def _ticks(low: float, high: float, count: int = 5) -> list[float]:
+def _ticks(low: float | int, high: float | int, count: int = 5) -> list[float]:
     """Round numbers around low..high."""
     span = high - low or abs(high) or 1.0
     raw = span / count
@@ -59,15 +59,15 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, max(last, first + 1) + 1)]
+    return [float(i * step) for i in range(first, max(last, first + 1) + 1)]
 
 
-def _scale(low: float, high: float, start: float, end: float):
+def _scale(low: float | int, high: float | int, start: float | int, end: float | int):
     span = high - low or 1.0
     return lambda value: start + (value - low) / span * (end - start)
 
 
-def _number(value: float) -> str:
+def _number(value: float | int) -> str:
     if value and abs(value) < 1e-3:
         return f"{value:.0e}".replace("e-0", "e-")
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

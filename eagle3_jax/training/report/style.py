@@ -37,7 +37,8 @@ th { text-align: left; font-weight: 500; color: var(--soft); } td, th { padding:
 tr:last-child td { border-bottom: 0; } td:not(:first-child), th:not(:first-child) { text-align: right; }
 h2 + .table td:not(:first-child) { text-align: left; } h2 + .table td:first-child { white-space: nowrap; }
 .samples { display: grid; gap: 12px; } article p { margin: 6px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; }
-.given { color: var(--soft); } .drafted { background: var(--drafted); border-radius: 3px; }
+.given { color: var(--soft); } .target { color: var(--ink); }
+ .drafted { background: var(--drafted); border-radius: 3px; }
 details { margin-top: 12px; } pre { background: var(--card); border: 1px solid var(--faint); border-radius: 8px;
   padding: 14px; overflow: auto; font-size: 13px; }
 """ + "".join(

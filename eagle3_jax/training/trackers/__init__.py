@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle3_jax.config import Config
 from eagle3_jax.errors import UserError
+from eagle3_jax.sharding import is_main
 
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "trackio": "Trackio"}
 
@@ -37,7 +38,7 @@ def open_trackers(config: Config, step: int) -> Iterator[Trackers]:
     """
     with contextlib.ExitStack() as stack:
         opened = []
-        for name in config.tracking.to:
+        for name in config.tracking.to if is_main() else ():
             try:
                 module = importlib.import_module(f"eagle3_jax.training.trackers.{name}")
                 opened.append(getattr(module, TRACKERS[name])(config, step))
