@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.data_features import store_features
 from eagle3_jax.cli.data_inspect import inspect_data
 from eagle3_jax.cli.data_preview import preview_data
 from eagle3_jax.errors import UserError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Make training data and look at it.")
 data_app.command("preview")(preview_data)
 data_app.command("inspect")(inspect_data)
+data_app.command("features")(store_features)
 _LOG_EVERY = 60  # seconds between lines where no terminal can show a bar
 
 
