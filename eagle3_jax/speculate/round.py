@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.models.attention import KV, cached_where, causal, empty_cache, finite
-from eagle3_jax.models.llama import LlamaForCausalLM
+from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.speculate.drafting import DraftState, draft_tree, fast_rows, window_mask
 from eagle3_jax.speculate.sampling import Sampling, choose, observe
@@ -105,12 +105,13 @@ def _read_prompts(
 
     The first round extends over that slot: its entries are written once more, to the same values.
     """
-    target: LlamaForCausalLM = models.target.merge(weights.target)
+    target: CausalLM = models.target.merge(weights.target)
     batch, width = ids.shape
     positions = jnp.broadcast_to(jnp.arange(width), ids.shape)
     per_token = jnp.broadcast_to(lengths[:, None], ids.shape)
     decoder, dtype = target.config, target.model.embed_tokens.weight[...].dtype
-    cache = empty_cache(decoder.num_layers, batch, decoder.num_kv_heads, cache_length, decoder.head_dim, dtype)
+    shape = (decoder.num_layers, batch, decoder.num_kv_heads, cache_length, decoder.head_dim)
+    cache = empty_cache(*shape, dtype, decoder.value_dim)
     last, taps, cache = target(ids, positions, _fill_cache, cache, models.taps, per_token)
     newest = LastHidden(jnp.repeat(_row(last.before_norm(), lengths - 1), fast_rows(1, batch), axis=1), last.normed)
     first = choose(target.logits(newest)[:, 0], lengths, sampling)
@@ -134,7 +135,7 @@ def speculate(models: Models, strategy: Strategy, weights: Weights, state: State
 
     A request that has come to the end of its cache stays there and goes on writing over its own last entries.
     """
-    target: LlamaForCausalLM = models.target.merge(weights.target)
+    target: CausalLM = models.target.merge(weights.target)
     batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
     room = cache_room(strategy, batch)
     random = None if state.sampling is None else state.sampling.random
@@ -149,8 +150,9 @@ def speculate(models: Models, strategy: Strategy, weights: Weights, state: State
     pad = fast_rows(strategy.nodes, batch) - strategy.nodes
     ids, depth = (jnp.pad(x, ((0, 0), (0, pad))) for x in (tree.tokens, tree.depth))
     sees = jnp.pad(tree.sees, ((0, 0), (0, pad), (0, pad))) | jnp.eye(strategy.nodes + pad, dtype=bool)
-    attend = cached_where(state.length, window_mask(state.length, sees, entries))
-    last, taps, cache = target(ids, state.length[:, None] + depth, attend, state.cache, models.taps)
+    positions, places = node_places(state.length, depth, entries)
+    attend = cached_where(state.length, window_mask(state.length, sees, entries), positions, places)
+    last, taps, cache = target(ids, positions, attend, state.cache, models.taps)
     steps = walk(strategy, tree, target.logits(last)[:, : strategy.nodes], state.length, state.sampling, proposal)
 
     if not strategy.is_chain:
@@ -165,6 +167,18 @@ def speculate(models: Models, strategy: Strategy, weights: Weights, state: State
     length = jnp.minimum(state.length + count, entries - room)
     new = State(cache, length, pending, draft_state, steps.sampling)
     return new, Committed(steps.tokens, steps.accepted, steps.drafts)
+
+
+def node_places(
+    length: Int[Array, "B"], depth: Int[Array, "B N"], entries: int
+) -> tuple[Int[Array, "B N"], Int[Array, "B S"]]:
+    """Positions of a tree's nodes, and of all cache entries once the nodes lie behind the `length` committed ones.
+
+    Where layers have windows, a node's position counts and not its entry, which is behind those of the nodes beside it.
+    """
+    positions = length[:, None] + depth
+    put = jax.vmap(lambda row, at: jax.lax.dynamic_update_slice(jnp.arange(entries), row, (at,)))
+    return positions, put(positions, length)
 
 
 def _no_candidates(batch: int) -> Candidates:
@@ -189,13 +203,13 @@ def _rows(x: Float[Array, "B T H"], index: Int[Array, "B R"]) -> Float[Array, "B
     return jnp.take_along_axis(x, index[..., None], axis=1)
 
 
-def _fill_cache(q, k, v, cache: KV, window: int | None = None):
+def _fill_cache(q, k, v, cache: KV, window: int | None = None, **how):
     """Attention of a prefill: causal over the prompt itself while keys and values go to the start of the cache.
 
     Prompts are padded on the right, so a causal mask alone keeps padding out of sight of every real token.
     """
     v = finite(v)
-    out, _ = causal(jnp.zeros(q.shape[:2], jnp.int32))(q, k, v, None, window=window)
+    out, _ = causal(jnp.zeros(q.shape[:2], jnp.int32))(q, k, v, None, window=window, **how)
     filled = [
         jax.lax.dynamic_update_slice(old, new.swapaxes(1, 2).astype(old.dtype), (0, 0, 0, 0))
         for old, new in ((cache.k, k), (cache.v, v))
