@@ -39,13 +39,27 @@ def tokenise(tokenizer: Any, record: Record, vocab_size: int) -> Document:
     return ids.astype(np.int32), mask
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, str]], where: str = "chat") -> list[int]:
+def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]], where: str = "chat", **template: Any) -> list[int]:
     """Returns the ids a server feeds the model for `messages`: rendered with the generation prompt, then tokenised.
 
-    Special tokens come from the template alone, so that there is exactly one BOS. Raises UserError (prefixed with
-    `where`) if the tokenizer has no chat template or the template refuses the messages.
+    Special tokens come from the template alone, so that there is exactly one BOS. template: what else the template
+    takes, as `tools`. Raises UserError (prefixed with `where`) if the tokenizer has no chat template or the template
+    refuses the messages.
     """
-    return _encode(tokenizer, _render(tokenizer, messages, True, where))["input_ids"]
+    return _encode(tokenizer, _render(tokenizer, messages, True, where, **template))["input_ids"]
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Returns the ids of a text to go on with, special tokens added as the tokenizer does it.
+
+    A text that brings the BOS along, as a rendered template does, has one and not two; an EOS that the tokenizer puts
+    at the end is left out, since after it there would be nothing to go on with.
+    """
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+        ids = ids[1:]
+    ends = getattr(tokenizer, "add_eos_token", False) and ids[-1:] == [tokenizer.eos_token_id]
+    return ids[:-1] if ends else ids
 
 
 def _conversation(tokenizer: Any, record: Conversation) -> Document:
@@ -56,7 +70,7 @@ def _conversation(tokenizer: Any, record: Conversation) -> Document:
     encoding = _encode(tokenizer, text, return_offsets_mapping=True)
     ids = np.asarray(encoding["input_ids"], dtype=np.int64)
     offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    special = np.isin(ids, _special_ids(tokenizer))
+    special = np.isin(ids, special_ids(tokenizer))
     mask = np.zeros(len(ids), dtype=bool)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -148,12 +162,15 @@ def _inside(offsets: np.ndarray, start: int, end: int, turn: str) -> np.ndarray:
     return (last > start) & (last <= end)
 
 
-def _render(tokenizer: Any, messages: Sequence[dict[str, str]], generation_prompt: bool, where: str) -> str:
+def _render(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], generation_prompt: bool, where: str, **template: Any
+) -> str:
     if not tokenizer.chat_template:
         raise UserError(f"{where}: the tokenizer has no chat template; use an instruct model's, or rows of input_ids")
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
-    except TemplateError as error:
+        options = {"tokenize": False, "add_generation_prompt": generation_prompt, **template}
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
         raise UserError(f"{where}: the chat template refuses the messages: {' '.join(str(error).split())}") from error
 
 
@@ -162,7 +179,7 @@ def _encode(tokenizer: Any, text: str, **options: Any) -> Any:
     return tokenizer(text, add_special_tokens=False, verbose=False, **options)
 
 
-def _special_ids(tokenizer: Any) -> list[int]:
+def special_ids(tokenizer: Any) -> list[int]:
     """Ids of all special tokens: also those, like Llama 3's <|eot_id|>, that have no name such as eos_token."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return sorted(added | set(tokenizer.all_special_ids))
