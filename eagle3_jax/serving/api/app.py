@@ -7,9 +7,10 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.serving import page
 from eagle3_jax.serving.api.chat import chat_completions
 from eagle3_jax.serving.api.completions import completions
 from eagle3_jax.serving.api.errors import ApiError, error_response
@@ -26,7 +27,6 @@ def create_app(
     api_key: str | None = None,
     max_body: int = MAX_BODY,
     cors_origins: Sequence[str] = (),
-    more_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The server as an ASGI application. max_body: in bytes. cors_origins: pages of other hosts that may call it."""
     guards = [Middleware(SizeLimit, limit=max_body)]
@@ -45,7 +45,7 @@ def create_app(
         guarded("/detokenize", detokenize, "POST"),
         Route("/health", health),
         Route("/metrics", metrics),
-        *more_routes,
+        *page.routes(),
     ]
     middleware = [Middleware(Traced)]
     if cors_origins:
