@@ -20,7 +20,8 @@ def generate_command(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="plain, chain:K for K draft tokens a round, or tree:DxKxN: D levels of the K likeliest, N verified.",
+            help="plain, chain:K for K draft tokens a round, tree:DxKxN: D levels of the K likeliest, N verified, or "
+            "auto: another one each round, by what pays here.",
             show_default="chain:3 with a draft, else plain",
         ),
     ] = None,
@@ -45,7 +46,7 @@ def generate_command(
     loaded = open_target(target, dtype)
     from eagle3_jax.data.detokeniser import Vocabulary, text_of
     from eagle3_jax.draft.draft import binding_warning, load_draft
-    from eagle3_jax.speculate.generate import generate, window_warning
+    from eagle3_jax.speculate.generate import generate, nonfinite_warning, window_warning
     from eagle3_jax.speculate.request import SamplingParams
 
     ids = _prompt_ids(loaded, text, raw)
@@ -64,6 +65,8 @@ def generate_command(
         loaded, pair, ids, strategy=strategy, sampling=sampling, sample_draft=sample_draft, on_tokens=printer.print
     )
     printer.finish()
+    if warning := nonfinite_warning([result]):
+        note(warning)
     tok_s = printer.tokens_per_second()
     note(_closing_line(result, tok_s, pair.taps.words(loaded.num_layers) if pair else None))
     answer = {"tokens": result.tokens, "text": text_of(vocabulary, result.tokens)}

@@ -163,8 +163,7 @@ def catch_up(models: Models, weights: Weights, state: State) -> State:
     start, count = state.length - left.count, jnp.maximum(left.count, 1)
     hidden, cache = extend(draft, left.cache, left.features, left.next_ids, start, count)
     hidden = jnp.where((left.count > 0)[:, None, None], hidden, left.hidden)
-    read = DraftState(cache, hidden, left.features, left.next_ids, jnp.zeros_like(left.count))
-    return state._replace(draft=read)
+    return state._replace(draft=left._replace(cache=cache, hidden=hidden, count=jnp.zeros_like(left.count)))
 
 
 def next_round(
