@@ -134,13 +134,25 @@ def speculate(models: Models, strategy: Strategy, weights: Weights, state: State
 
     A request that has come to the end of its cache stays there and goes on writing over its own last entries.
     """
+    state, committed, _ = one_round(models, strategy, weights, state)
+    return state, committed
+
+
+def one_round(
+    models: Models, strategy: Strategy, weights: Weights, state: State, rows: Int[Array, "B"] | None = None
+) -> tuple[State, Committed, Float[Array, "B levels V"]]:
+    """`speculate` inside of jit; also the target's logits that each token of `Committed.tokens` was chosen from.
+
+    rows: the rows of the caches that the requests have (see `cached_where`), None = request b has row b; all else in
+    the state has a row for each request. features and next_ids may be wider than the strategy needs.
+    """
     target: LlamaForCausalLM = models.target.merge(weights.target)
     batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
     room = cache_room(strategy, batch)
     random = None if state.sampling is None else state.sampling.random
     if strategy.depth and models.draft is not None:
         draft: DraftModel = models.draft.merge(weights.draft)
-        draft_cache, candidates = draft_tree(draft, weights.d2t, strategy, state.draft, state.length, random)
+        draft_cache, candidates = draft_tree(draft, weights.d2t, strategy, state.draft, state.length, random, rows)
         proposal = Proposal(candidates.logits, weights.d2t) if strategy.sampled else None
     else:
         draft_cache, candidates, proposal = None, _no_candidates(batch), None
@@ -149,22 +161,29 @@ def speculate(models: Models, strategy: Strategy, weights: Weights, state: State
     pad = fast_rows(strategy.nodes, batch) - strategy.nodes
     ids, depth = (jnp.pad(x, ((0, 0), (0, pad))) for x in (tree.tokens, tree.depth))
     sees = jnp.pad(tree.sees, ((0, 0), (0, pad), (0, pad))) | jnp.eye(strategy.nodes + pad, dtype=bool)
-    attend = cached_where(state.length, window_mask(state.length, sees, entries))
+    attend = cached_where(state.length, window_mask(state.length, sees, entries), rows=rows)
     last, taps, cache = target(ids, state.length[:, None] + depth, attend, state.cache, models.taps)
-    steps = walk(strategy, tree, target.logits(last)[:, : strategy.nodes], state.length, state.sampling, proposal)
+    logits = target.logits(last)[:, : strategy.nodes]
+    steps = walk(strategy, tree, logits, state.length, state.sampling, proposal)
 
     if not strategy.is_chain:
-        cache = _compact(cache, state.length, steps.path[:, 1:])
+        cache = _compact(cache, state.length, steps.path[:, 1:], rows)
     count = steps.accepted + 1
     draft_state = None
     if draft_cache is not None:
         # A committed node's successor is the next token of the walk, up to the pending token.
-        features = taps.map(lambda a: _rows(a, steps.path).astype(state.draft.features.arrays[0].dtype))
-        draft_state = DraftState(draft_cache, features, steps.tokens, count)
+        known, spare = state.draft, state.draft.next_ids.shape[1] - steps.tokens.shape[1]
+        features = taps.map(lambda a: _rows(a, steps.path).astype(known.features.arrays[0].dtype))
+        features, next_ids = jax.tree.map(lambda x: _widen(x, spare), (features, steps.tokens))
+        draft_state = DraftState(draft_cache, features, next_ids, count)
     pending = jnp.take_along_axis(steps.tokens, steps.accepted[:, None], axis=1)[:, 0]
     length = jnp.minimum(state.length + count, entries - room)
     new = State(cache, length, pending, draft_state, steps.sampling)
-    return new, Committed(steps.tokens, steps.accepted, steps.drafts)
+    return new, Committed(steps.tokens, steps.accepted, steps.drafts), _rows(logits, steps.path)
+
+
+def _widen(x: Array, spare: int) -> Array:
+    return jnp.pad(x, [(0, 0), (0, spare)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _no_candidates(batch: int) -> Candidates:
@@ -172,13 +191,17 @@ def _no_candidates(batch: int) -> Candidates:
     return Candidates(nothing, nothing, None, nothing, None)
 
 
-def _compact(cache: tuple[KV, ...], length: Int[Array, "B"], path: Int[Array, "B D"]) -> tuple[KV, ...]:
+def _compact(
+    cache: tuple[KV, ...], length: Int[Array, "B"], path: Int[Array, "B D"], rows: Int[Array, "B"] | None
+) -> tuple[KV, ...]:
     """Moves the entries of the path's nodes to where their tokens belong: node path[:, i] to entry length + 1 + i."""
+    rows = jnp.arange(length.shape[0]) if rows is None else rows
+    source, target = length[:, None] + path, length[:, None] + 1 + jnp.arange(path.shape[1])
 
-    def move(entries, start, nodes):
-        return jax.lax.dynamic_update_slice(entries, entries[:, start + nodes], (0, start + 1, 0))
+    def move(entries):
+        return entries.at[rows[:, None], :, target].set(entries[rows[:, None], :, source], mode="drop")
 
-    return jax.tree.map(lambda entries: jax.vmap(move)(entries, length, path), cache)
+    return jax.tree.map(move, cache)
 
 
 def _row(x: Float[Array, "B T H"], index: Int[Array, "B"]) -> Float[Array, "B 1 H"]:
