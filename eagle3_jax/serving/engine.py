@@ -253,12 +253,12 @@ class Engine:
 
     def _read(self, chunk: Chunk) -> None:
         sequence, prompt = chunk.sequence, chunk.sequence.request.prompt
-        hidden = self._runner.read(sequence.slot.row, prompt, chunk.start, chunk.stop)
+        last = self._runner.read(sequence.slot.row, prompt, chunk.start, chunk.stop)
         sequence.read = chunk.stop
         # The draft's entry of the newest token is right only once the token after it is known.
         sequence.draft_read = min(chunk.stop, len(prompt) - 1)
         if sequence.read == len(prompt) and self._masked(sequence):
-            outcome = self._runner.first(sequence.slot.row, hidden, len(prompt), sequence.request.logprobs is not None)
+            outcome = self._runner.first(sequence.slot.row, last, len(prompt), sequence.request.logprobs is not None)
             self._scheduler.prompt_read(sequence)
             self._commit(sequence, outcome, 0, "plain", accepted=None)
 
@@ -277,8 +277,6 @@ class Engine:
             counts.drafted += self.strategies[round_.strategy].nodes - 1
             for position in range(accepted):
                 counts.accepted_at[position] += 1
-            if depth:  # the draft has read all that the target had
-                sequence.draft_read = len(sequence.request.prompt) + len(sequence.tokens) - 1
             self._commit(sequence, outcome, i, round_.strategy, accepted)
 
     def _commit(self, sequence: Sequence, outcome: Outcome, i: int, strategy: str, accepted: int | None) -> None:
@@ -296,6 +294,9 @@ class Engine:
             self._end(sequence, "error", f"the grammar failed: {error}")
             return
         sequence.tokens += kept
+        # The target has read all but the newest token.
+        read = len(sequence.request.prompt) + len(sequence.tokens) - 1
+        sequence.draft_read = read - self._runner.draft_lag(sequence.slot.row)
         self._counts.generated += shown
         logprobs = None
         if sequence.request.logprobs is not None:

@@ -3,11 +3,12 @@
     set_sampling   a slot gets a request's settings
     read           a chunk of a prompt goes into the caches of target and draft
     first          the first new token of a prompt that is read to the end
-    round          one round of a strategy for some slots (`speculate.round.one_round`), the others untouched
+    round          one round of a strategy for some slots (`speculate.round`), the others untouched
 
-Rounds are compiled for 1, 2, 4, ... requests, and in two variants: all greedy, nothing else wanted; and everything. A
-batch is filled up with rows that the caches lack, which are read as any row and never written. `warm_up` compiles all
-there is, so that nothing is compiled while serving.
+A round is two programs, the reading by the models (`verify`) and the choice of tokens (`commit`). Both are compiled for
+1, 2, 4, ... requests, the second in two variants: all greedy, nothing else wanted; and everything. A batch is filled up
+with rows that the caches lack, which are read as any row and never written. `warm_up` compiles all there is, so that
+nothing is compiled while serving.
 """
 
 import functools
@@ -23,16 +24,23 @@ from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.attention import cached, empty_cache, put_rows, take_rows
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.drafting import DraftState, fast_rows
+from eagle3_jax.speculate.drafting import DraftState, extend, fast_rows
 from eagle3_jax.speculate.generate import pair
 from eagle3_jax.speculate.request import SamplingParams, device_sampling
-from eagle3_jax.speculate.round import Models, State, Weights, cache_room, one_round
-from eagle3_jax.speculate.sampling import Sampling, choose, observe
+from eagle3_jax.speculate.round import UNREAD, Models, State, Verified, Weights, cache_room, commit, read_unread, verify
+from eagle3_jax.speculate.sampling import choose, observe
 from eagle3_jax.speculate.scores import Scores, scores, sound
 from eagle3_jax.speculate.strategy import Strategy
 from eagle3_jax.taps import LastHidden, Taps
 
 _NARROW = 16  # prompt tokens read at once where there are no more
+
+
+class LastRead(NamedTuple):
+    """The newest token that was read: hidden state before the final norm, and what the draft reads (None without)."""
+
+    hidden: Float[Array, "1 1 H"]
+    taps: Taps | None
 
 
 class Outcome(NamedTuple):
@@ -59,10 +67,10 @@ class Runner:
         self.models, self.weights = pair(target, draft)
         self._target, self._slots, self._strategies = target, slots, strategies
         self._chunk = min(chunk, max_len)
-        self.entries = max_len + max(cache_room(strategy, batch=1) for strategy in strategies.values())
+        self.entries = max_len + max(UNREAD, *(cache_room(strategy, batch=1) for strategy in strategies.values()))
         self._neutral = [True] * slots
-        width = 1 + max(strategy.depth for strategy in strategies.values())
-        self._state = _empty(self.models, self.weights, target, draft, slots, self.entries, width)
+        self._unread = np.zeros(slots + 1, np.int32)  # plain rounds of each slot that the draft has not read
+        self._state = _empty(self.models, self.weights, target, draft, slots, self.entries)
 
     def warm_up(self) -> None:
         """Compiles every program there is, on rows that the caches lack."""
@@ -70,10 +78,12 @@ class Runner:
         self._set_row(nowhere, [0], SamplingParams(seed=0))
         self.set_bias(nowhere, np.zeros(self._target.config.vocab_size, np.float32))
         for count in sorted({min(_NARROW, self._chunk), self._chunk}):
-            hidden = self.read(nowhere, [0] * count, 0, count)
-        self.first(nowhere, hidden, 1, True)
-        for name in self._strategies:
-            for size in _buckets(self._slots):
+            last = self.read(nowhere, [0] * count, 0, count)
+        self.first(nowhere, last, 1, True)
+        for size in _buckets(self._slots):
+            if self.models.draft is not None:
+                self._catch_up(np.full(size, nowhere, np.int32))
+            for name in self._strategies:
                 for everything in (False, True):
                     self.round(name, [nowhere] * size, [everything] * size, everything)
 
@@ -96,11 +106,8 @@ class Runner:
         sampling = self._state.sampling
         self._state = self._state._replace(sampling=sampling._replace(bias=_put(sampling.bias, _row(slot), bias[None])))
 
-    def read(self, slot: int, prompt: Sequence[int], start: int, stop: int) -> jax.Array:
-        """Reads tokens [start, stop) of a prompt, at most a chunk of them; those before are in the caches.
-
-        Returns the last one's hidden state [1, 1, H], before the final norm.
-        """
+    def read(self, slot: int, prompt: Sequence[int], start: int, stop: int) -> LastRead:
+        """Reads tokens [start, stop) of a prompt, at most a chunk of them; those before are in the caches."""
         size = min(_NARROW, self._chunk) if stop - start <= _NARROW else self._chunk
         start = min(start, self.entries - size)  # what is padded must fit as well, so some are read once more
         ids, next_ids = np.zeros((1, size), np.int32), np.zeros((1, size), np.int32)
@@ -108,13 +115,14 @@ class Runner:
         following = prompt[start + 1 : stop + 1]  # the newest token's is not known yet: its entry is written again
         next_ids[0, : len(following)] = following
         args = (ids, next_ids, _row(start), _row(stop - start), _row(len(prompt)))
-        self._state, hidden = _read(self.models, self.weights, self._state, _row(slot), *args)
-        return hidden
+        self._state, last = _read(self.models, self.weights, self._state, _row(slot), *args)
+        return last
 
-    def first(self, slot: int, hidden: jax.Array, length: int, scored: bool) -> Outcome:
-        """The first new token after a prompt of `length` tokens, from `read`'s last hidden state."""
-        args = (_row(slot), hidden, _row(length), np.asarray([scored]))
+    def first(self, slot: int, last: LastRead, length: int, scored: bool) -> Outcome:
+        """The first new token after a prompt of `length` tokens; `last`: what `read` returned for its end."""
+        args = (_row(slot), last, _row(length), np.asarray([scored]))
         self._state, outcome = _first(self.models, self.weights, self._state, *args)
+        self._unread[slot] = 0
         return jax.device_get(outcome)
 
     def round(self, strategy: str, slots: Sequence[int], scored: Sequence[bool], everything: bool) -> Outcome:
@@ -123,8 +131,23 @@ class Runner:
         rows, wanted = np.full(size, self._slots, np.int32), np.zeros(size, bool)
         rows[: len(slots)], wanted[: len(slots)] = slots, scored
         shape = self._strategies[strategy]
-        self._state, outcome = _round(self.models, shape, everything, self.weights, self._state, rows, wanted)
+        if self.models.draft is not None:
+            unread = self._unread[slots].max()
+            if unread == UNREAD or (shape.depth and unread):
+                self._catch_up(rows)
+            self._unread[slots] += not shape.depth
+        self._state, verified = _verify(self.models, shape, self.weights, self._state, rows)
+        args = (self._state, verified, rows, wanted)
+        self._state, outcome = _commit(self.models, shape, everything, self.weights, *args)
         return jax.device_get(outcome)
+
+    def _catch_up(self, rows: np.ndarray) -> None:
+        self._state = _catch_up(self.models, self.weights, self._state, rows)
+        self._unread[rows] = 0
+
+    def draft_lag(self, slot: int) -> int:
+        """Newest entries of a slot that the draft's cache lacks."""
+        return int(self._unread[slot])
 
 
 def _buckets(slots: int) -> list[int]:
@@ -136,24 +159,50 @@ def _row(number: int) -> np.ndarray:
     return np.asarray([number], np.int32)
 
 
-def _empty(models: Models, weights: Weights, target: Target, draft: Draft | None, slots: int, entries: int, width: int):
+def _empty(models: Models, weights: Weights, target: Target, draft: Draft | None, slots: int, entries: int) -> State:
     """The state of `slots` slots that hold nothing."""
-    decoder, hidden = target.config, target.config.hidden_size
+    decoder, known = target.config, None
     try:
         cache = empty_cache(decoder.num_layers, slots, decoder.num_kv_heads, entries, decoder.head_dim, target.dtype)
-        known = None
         if draft is not None:
             shape, dtype = draft.config.decoder, weights.draft["lm_head"]["weight"].dtype
             own = empty_cache(shape.num_layers, slots, shape.num_kv_heads, entries, shape.head_dim, dtype)
-            features = Taps([jnp.zeros((slots, width, hidden), dtype) for _ in models.taps.points], models.taps)
-            known = DraftState(own, features, jnp.zeros((slots, width), jnp.int32), jnp.ones(slots, jnp.int32))
+            features = Taps(
+                [jnp.zeros((slots, UNREAD, decoder.hidden_size), dtype) for _ in models.taps.points], models.taps
+            )
+            nothing = jnp.zeros((slots, UNREAD), jnp.int32), jnp.zeros(slots, jnp.int32)
+            known = DraftState(own, jnp.zeros((slots, 1, shape.hidden_size), dtype), features, *nothing)
         sampling = device_sampling(target, [[0]] * slots, [SamplingParams(seed=0)] * slots, complete=True)
     except jax.errors.JaxRuntimeError as error:
         raise UserError(
             f"no memory for {slots} slots of {entries} tokens / {str(error).splitlines()[0]} / lower one of them"
         ) from error
-    # Buffers of their own: a donated state must not hold one twice.
     return State(cache, jnp.ones(slots, jnp.int32), jnp.zeros(slots, jnp.int32), known, sampling)
+
+
+def _part(state: State, rows: Int[Array, "B"], with_sampling: bool) -> State:
+    """What a round of these rows takes: all of the caches, and the rows of everything else."""
+    draft = state.draft
+    small = state._replace(
+        cache=(),
+        draft=None if draft is None else draft._replace(cache=()),
+        sampling=state.sampling if with_sampling else None,
+    )
+    part = take_rows(small, rows)._replace(cache=state.cache)
+    return part if draft is None else part._replace(draft=part.draft._replace(cache=draft.cache))
+
+
+def _joined(state: State, rows: Int[Array, "B"], part: State) -> State:
+    """The state after a round of these rows. Of the sampling state only the counts of tokens change."""
+    sampling, draft = state.sampling, None
+    if part.sampling is not None:
+        counts = put_rows(sampling.penalties.counts, rows, part.sampling.penalties.counts)
+        sampling = sampling._replace(penalties=sampling.penalties._replace(counts=counts))
+    if part.draft is not None:
+        draft = put_rows(state.draft._replace(cache=()), rows, part.draft._replace(cache=()))
+        draft = draft._replace(cache=part.draft.cache)
+    length, pending = put_rows((state.length, state.pending), rows, (part.length, part.pending))
+    return State(part.cache, length, pending, draft, sampling)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -172,26 +221,24 @@ def _read(
     start: Int[Array, "1"],
     count: Int[Array, "1"],
     total: Int[Array, "1"],
-) -> tuple[State, Float[Array, "1 1 H"]]:
+) -> tuple[State, LastRead]:
     """The first `count` of ids are tokens, the rest is padding: it is written behind them and never seen."""
     target = models.target.merge(weights.target)
     positions = start[:, None] + jnp.arange(ids.shape[1])
     attend = cached(positions, row)
     per_token = jnp.broadcast_to(total[:, None], ids.shape)
     last, taps, cache = target(ids, positions, attend, state.cache, models.taps, per_token)
-    hidden, state = _at(last.before_norm(), count - 1), state._replace(cache=cache)
+
+    def newest(x: Float[Array, "1 C H"]) -> Float[Array, "1 1 H"]:
+        return jnp.take_along_axis(x, (count - 1)[:, None, None], axis=1)
+
+    state, hidden = state._replace(cache=cache), newest(last.before_norm())
     if models.draft is None:
-        return state, hidden
+        return state, LastRead(hidden, None)
     known, draft = state.draft, models.draft.merge(weights.draft)
-    taps = taps.map(lambda a: a.astype(known.features.arrays[0].dtype))
+    taps = taps.map(lambda a: a.astype(known.hidden.dtype))
     _, draft_cache = draft(draft.project(taps), next_ids, positions, attend, known.cache)
-    newest = taps.map(lambda a: _at(a, count - 1)[:, 0])
-    features = jax.tree.map(lambda old, new: old.at[row, 0].set(new, mode="drop"), known.features, newest)
-    return state._replace(draft=known._replace(cache=draft_cache, features=features)), hidden
-
-
-def _at(x: Float[Array, "1 C H"], index: Int[Array, "1"]) -> Float[Array, "1 1 H"]:
-    return jnp.take_along_axis(x, index[:, None, None], axis=1)
+    return state._replace(draft=known._replace(cache=draft_cache)), LastRead(hidden, taps.map(newest))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -200,67 +247,61 @@ def _first(
     weights: Weights,
     state: State,
     row: Int[Array, "1"],
-    hidden: Float[Array, "1 1 H"],
+    last: LastRead,
     length: Int[Array, "1"],
     scored: Bool[Array, "1"],
 ) -> tuple[State, Outcome]:
-    target = models.target.merge(weights.target)
-    logits = target.logits(LastHidden(jnp.repeat(hidden, fast_rows(1, 1), axis=1), normed=False))[:, :1]
-    sampling = take_rows(state.sampling, row)
-    token = choose(logits[:, 0], length, sampling)
-    sampling = _keep_counts(state.sampling, row, observe(sampling, token, jnp.ones(1, bool)))
-    known = state.draft
+    """Chooses the token; the draft reads the prompt's last slot, which pairs its features with that token."""
+    target, part = models.target.merge(weights.target), _part(state, row, with_sampling=True)
+    hidden, taps = jax.tree.map(lambda x: jnp.repeat(x, fast_rows(1, 1), axis=1), last)
+    logits = target.logits(LastHidden(hidden, normed=False))[:, :1]
+    token = choose(logits[:, 0], length, part.sampling)
+    sampling, known = observe(part.sampling, token, jnp.ones(1, bool)), part.draft
     if known is not None:
-        next_ids = known.next_ids.at[row, 0].set(token, mode="drop")
-        known = known._replace(next_ids=next_ids, count=known.count.at[row].set(1, mode="drop"))
-    length, pending = put_rows((state.length, state.pending), row, (length, token))
-    outcome = Outcome(token[:, None], jnp.zeros(1, jnp.int32), sound(logits, jnp.ones(1, jnp.int32)), None)
-    outcome = outcome._replace(scores=scores(logits, token[:, None], scored))
-    return State(state.cache, length, pending, known, sampling), outcome
+        draft, next_ids = models.draft.merge(weights.draft), jnp.repeat(token[:, None], fast_rows(1, 1), axis=1)
+        hidden, cache = extend(draft, known.cache, taps, next_ids, length - 1, jnp.ones(1, jnp.int32), row)
+        known = known._replace(cache=cache, hidden=hidden, count=jnp.zeros(1, jnp.int32))
+    outcome = Outcome(
+        tokens=token[:, None],
+        accepted=jnp.zeros(1, jnp.int32),
+        sound=sound(logits, jnp.ones(1, jnp.int32)),
+        scores=scores(logits, token[:, None], scored),
+    )
+    return _joined(state, row, State(part.cache, length, token, known, sampling)), outcome
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _verify(
+    models: Models, strategy: Strategy, weights: Weights, state: State, rows: Int[Array, "B"]
+) -> tuple[State, Verified]:
+    part, verified = verify(models, strategy, weights, _part(state, rows, with_sampling=False), rows)
+    draft = None if state.draft is None else state.draft._replace(cache=part.draft.cache)
+    return state._replace(cache=part.cache, draft=draft), verified
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _round(
+def _commit(
     models: Models,
     strategy: Strategy,
     everything: bool,
     weights: Weights,
     state: State,
+    verified: Verified,
     rows: Int[Array, "B"],
     scored: Bool[Array, "B"],
 ) -> tuple[State, Outcome]:
-    drafts = strategy.depth > 0
-    known = None
-    if drafts:
-        own = state.draft._replace(cache=())
-        # What the last round of this strategy left.
-        own = own._replace(features=own.features.map(lambda a: a[:, : strategy.depth + 1]))
-        own = take_rows(own._replace(next_ids=own.next_ids[:, : strategy.depth + 1]), rows)
-        known = own._replace(cache=state.draft.cache)
-    length, pending = take_rows((state.length, state.pending), rows)
-    sampling = take_rows(state.sampling, rows) if everything else None
-    part = State(state.cache, length, pending, known, sampling)
-    new, committed, logits = one_round(models, strategy, weights, part, rows)
-    outcome = Outcome(committed.tokens, committed.accepted, sound(logits, committed.accepted + 1), None)
-    if everything:
-        outcome = outcome._replace(scores=scores(logits, committed.tokens, scored))
-        sampling = _keep_counts(state.sampling, rows, new.sampling)
-    else:
-        sampling = state.sampling
-    length, pending = put_rows((state.length, state.pending), rows, (new.length, new.pending))
-    known = state.draft
-    if drafts:
-        width = slice(0, strategy.depth + 1)
-        features = jax.tree.map(
-            lambda old, n: old.at[rows, width].set(n, mode="drop"), known.features, new.draft.features
-        )
-        next_ids = known.next_ids.at[rows, width].set(new.draft.next_ids, mode="drop")
-        known = DraftState(new.draft.cache, features, next_ids, put_rows(known.count, rows, new.draft.count))
-    return State(new.cache, length, pending, known, sampling), outcome
+    part = _part(state, rows, with_sampling=everything)
+    part, committed, logits = commit(models, strategy, weights, part, verified, rows)
+    outcome = Outcome(
+        tokens=committed.tokens,
+        accepted=committed.accepted,
+        sound=sound(logits, committed.accepted + 1),
+        scores=scores(logits, committed.tokens, scored) if everything else None,
+    )
+    return _joined(state, rows, part), outcome
 
 
-def _keep_counts(all_slots: Sampling, rows: Int[Array, "B"], new: Sampling) -> Sampling:
-    """Only the counts of tokens change from token to token."""
-    penalties = all_slots.penalties
-    counts = put_rows(penalties.counts, rows, new.penalties.counts)
-    return all_slots._replace(penalties=penalties._replace(counts=counts))
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _catch_up(models: Models, weights: Weights, state: State, rows: Int[Array, "B"]) -> State:
+    part = _part(state, rows, with_sampling=False)
+    return _joined(state, rows, part._replace(draft=read_unread(models, weights, part.draft, part.length, rows)))

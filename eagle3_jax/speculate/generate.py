@@ -20,12 +20,14 @@ from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled
 class Result:
     """One request. accepted[i]: draft tokens accepted in round i, before trimming at a stop; drafts[i]: the proposed
     target ids of round i, for a tree those on its best path: the accepted ones and the likeliest below them. The first
-    token comes from prefill and belongs to no round."""
+    token comes from prefill and belongs to no round. nonfinite_rounds: rounds in which the draft's logits held NaN or
+    infinities, which costs acceptance and nothing else."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     accepted: list[int] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
+    nonfinite_rounds: int = 0
 
     @property
     def tau(self) -> float:
@@ -93,14 +95,15 @@ def generate(
 
     ids, lengths = pad_prompts(prompts)
     entries = cache_entries(target, prompts, limits, shape)
-    state, first = prefill(models, entries, shape, weights, ids, lengths, device_sampling(target, prompts, params))
+    state, first = prefill(models, entries, weights, ids, lengths, device_sampling(target, prompts, params))
     for i, token in enumerate(np.asarray(first)):
         _commit(results, i, [int(token)], limits, stops, on_tokens)
     rounds = _rounds(models, shape, weights, state, ahead=jax.default_backend() != "cpu")
     while any(r.finish_reason is None for r in results):
-        tokens, accepted, drafts = next(rounds)
+        tokens, accepted, drafts, finite = next(rounds)
         for i, result in enumerate(results):
             if result.finish_reason is None:
+                result.nonfinite_rounds += not finite[i]
                 result.accepted.append(int(accepted[i]))
                 result.drafts.append([token for token in drafts[i].tolist() if token >= 0])
                 _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)

@@ -86,7 +86,7 @@ def _read_prompts(target, models, weights, group: list[Request], cache_length: i
     prompts = [request.prompt for request in padded]
     params = [SamplingParams(1, temperature, top_p, seed=seed + request.index) for request in padded]
     sampling = device_sampling(target, prompts, params)
-    state, first = prefill(models, cache_length, PLAIN, weights, *pad_prompts(prompts), sampling)
+    state, first = prefill(models, cache_length, weights, *pad_prompts(prompts), sampling)
     return state, np.asarray(first)
 
 

@@ -41,6 +41,7 @@ class Stub:
         self.bodies: list[dict] = []
         self.left = threading.Event()  # set when a client leaves in the middle of an answer
         self.locked = False  # whether it wants KEY
+        self.strategies: list[str] = []  # those it says it has
         own = [
             Route("/health", lambda request: PlainTextResponse("ok")),
             Route("/v1/models", self.models),
@@ -49,7 +50,8 @@ class Stub:
         self.app = Starlette(routes=[*page.routes(), *own])
 
     def models(self, request: Request) -> JSONResponse:
-        return self.refused(request) or JSONResponse({"object": "list", "data": [{"id": "stub", "object": "model"}]})
+        own = {"strategies": self.strategies} if self.strategies else {}
+        return self.refused(request) or JSONResponse({"object": "list", "data": [{"id": "stub", "eagle3": own}]})
 
     def refused(self, request: Request) -> JSONResponse | None:
         if self.locked and request.headers.get("authorization") != f"Bearer {KEY}":
@@ -81,7 +83,7 @@ class Stub:
                     return
                 await asyncio.sleep(pause)
                 text = "".join(text for text, _ in pieces)
-                own = {"pieces": pieces, "accepted": count, "strategy": strategy}
+                own = {"pieces": pieces, "accepted": count, "strategy": strategy.replace("auto", "chain:3")}
                 yield _event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": None}], eagle3=own)
         except asyncio.CancelledError:
             self.left.set()

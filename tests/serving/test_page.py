@@ -56,7 +56,7 @@ def open_page(browser, address, stub):
 
     stub.bodies.clear()
     stub.left.clear()
-    stub.locked = False
+    stub.locked, stub.strategies = False, []
     yield opened
     for context in contexts:
         context.close()
@@ -129,6 +129,16 @@ def test_the_strategy_that_is_shown_is_asked_for(open_page, stub):
     page.locator("#tree-nodes").fill("1")
     ask(page, "hello")
     assert len(stub.bodies) == 4 and page.get_by_label("Message").input_value() == "hello"  # told at the field
+
+
+@needs_chromium
+def test_only_what_the_server_has_compiled_is_offered(open_page, stub):
+    stub.strategies = ["plain", "chain:2", "chain:4"]
+    page = open_page()
+    expect(page.get_by_role("radio", name="tree")).to_be_disabled()
+    page.get_by_role("radio", name="chain").check()
+    assert page.locator("#chain-depth").input_value() == "2"
+    assert "This server has chain:2, chain:4" in page.locator("#kind-note").inner_text()
 
 
 @needs_chromium

@@ -13,7 +13,7 @@ import eagle3_jax as e3
 from eagle3_jax.speculate import generate as generating
 from eagle3_jax.speculate.generate import cache_entries, padded_length
 from eagle3_jax.speculate.request import check_params, device_sampling, spread
-from eagle3_jax.speculate.round import _read_prompts, speculate
+from eagle3_jax.speculate.round import prefill, speculate
 from eagle3_jax.speculate.strategy import PLAIN
 from tests.tiny import bigram_draft, bigram_target, not_a_number
 
@@ -226,13 +226,13 @@ def test_a_draft_with_a_shorter_window_goes_on(target, drafts, plain) -> None:
 def test_a_full_cache_is_never_written_past_its_end(oracle) -> None:
     """Rounds go on for a request that has ended: it stays at the end of its cache, and others are not touched."""
     from eagle3_jax.speculate.generate import pad_prompts, pair
-    from eagle3_jax.speculate.round import cache_room, prefill
+    from eagle3_jax.speculate.round import cache_room
     from eagle3_jax.speculate.strategy import parse_strategy
 
     target, draft, _ = oracle
     shape = parse_strategy("tree:3x3x9")
     models, weights = pair(target, draft)
-    state, _ = prefill(models, 128, shape, weights, *pad_prompts(PROMPTS), None)
+    state, _ = prefill(models, 128, weights, *pad_prompts(PROMPTS), None)
     for _ in range(60):
         state, _ = speculate(models, shape, weights, state)
     assert state.length.tolist() == [128 - cache_room(shape, len(PROMPTS))] * len(PROMPTS)
@@ -249,7 +249,7 @@ def test_lengths_compile_one_program_for_each_power_of_two(target) -> None:
     def run(*lengths: int) -> int:
         for length in lengths:
             e3.generate(target, None, [5] * length, 2)
-        return _read_prompts._cache_size() + speculate._cache_size()
+        return prefill._cache_size() + speculate._cache_size()
 
     assert run(20, 40, 100) == run(1, 32, 33, 64, 65, 80, 96, 97, 120)
 

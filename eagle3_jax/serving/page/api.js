@@ -62,8 +62,10 @@ export async function health() {
   }
 }
 
+// {id, strategies}: strategies may be undefined, for a server that does not tell.
 export async function model() {
-  return (await (await send("v1/models")).json()).data[0].id;
+  const first = (await (await send("v1/models")).json()).data[0];
+  return { id: first.id, strategies: first.eagle3?.strategies };
 }
 
 // Streams one answer: yields {text, pieces, accepted, strategy, finish, usage, stats}, whichever a chunk brought.

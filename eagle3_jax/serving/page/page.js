@@ -11,7 +11,7 @@ const NOTES = {
   chain: "One line of guesses.",
   tree: "Several branches of guesses; the best line that holds is kept.",
 };
-let modelName = null;
+let served = null; // {id, strategies} of the model
 let running = null; // the AbortController of what runs now
 
 const number = (id) => element(id).valueAsNumber;
@@ -29,7 +29,7 @@ const rival = () => (kind() === "plain" ? `chain:${number("chain-depth")}` : str
 function request(messages, name = strategy()) {
   const system = element("system").value.trim();
   return {
-    model: modelName,
+    model: served.id,
     messages: system ? [{ role: "system", content: system }, ...messages] : messages,
     temperature: number("temperature"),
     max_tokens: number("max-tokens"),
@@ -57,7 +57,7 @@ async function go(prompt) {
   busy(true);
   say("Answering");
   try {
-    modelName ??= await model();
+    served ??= await model();
     if (racing()) await race(prompt, request, rival(), signal);
     else await chat(prompt, request, signal);
   } catch (error) {
@@ -81,7 +81,7 @@ function busy(yes) {
   element("send").hidden = yes;
   element("stop").hidden = !yes;
   for (const id of ["tab-chat", "tab-race", "clear"]) element(id).disabled = yes;
-  element("starters").hidden = element("log").childElementCount > 0;
+  element("starters").hidden = yes || element("log").childElementCount > 0;
   element("race-starters").hidden = yes;
 }
 
@@ -101,8 +101,29 @@ function select(tab) {
   element("prompt").placeholder = racing() ? "A prompt for both" : "Ask something";
 }
 
+// What the server has compiled: other kinds cannot be chosen, and the fields start at something it has.
+function offer(strategies) {
+  if (!strategies) return;
+  for (const name of ["chain", "tree"]) {
+    const shapes = strategies.filter((strategy) => strategy.startsWith(`${name}:`));
+    document.querySelector(`[name=kind][value=${name}]`).disabled = !shapes.length;
+    if (!shapes.length) continue;
+    const fields = { chain: ["chain-depth"], tree: ["tree-depth", "tree-top", "tree-nodes"] }[name];
+    const current = `${name}:${fields.map(number).join("x")}`;
+    if (shapes.includes(current)) continue;
+    shapes[0].split(":")[1].split("x").forEach((value, i) => (element(fields[i]).value = value));
+  }
+  shape();
+}
+
+function note() {
+  const shapes = served?.strategies?.filter((strategy) => strategy.startsWith(`${kind()}:`)) ?? [];
+  if (served?.strategies?.join() === "plain") return "This server has no draft: it decodes plainly.";
+  return shapes.length ? `${NOTES[kind()]} This server has ${shapes.join(", ")}.` : NOTES[kind()];
+}
+
 function shape() {
-  element("kind-note").textContent = NOTES[kind()];
+  element("kind-note").textContent = note();
   element("chain-shape").hidden = kind() !== "chain";
   element("tree-shape").hidden = kind() !== "tree";
   if (!running) emptyRace(rival());
@@ -114,8 +135,9 @@ async function watch() {
   element("dot").className = `dot ${state}`;
   if (state === "ready") {
     try {
-      modelName = await model();
-      element("model").textContent = modelName;
+      served = await model();
+      element("model").textContent = served.id;
+      offer(served.strategies);
     } catch (error) {
       element("model").textContent = error.message;
     }

@@ -2,7 +2,7 @@
 // second runs, the first is played again at the pace it had.
 
 import { answer } from "./api.js";
-import { Run, depthOf } from "./run.js";
+import { Run } from "./run.js";
 import { addPieces, addStep, element, facts, make, say, showLive } from "./view.js";
 
 class Lane {
@@ -123,5 +123,3 @@ export async function race(prompt, request, strategy, signal) {
     [left, right].forEach((lane) => lane.text.classList.remove("busy"));
   }
 }
-
-export const guesses = (strategy) => strategy === "auto" || depthOf(strategy) > 0;
