@@ -11,8 +11,10 @@ import numpy as np
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.controller import Controller, menu, trained_acceptance
+from eagle3_jax.speculate.cost import cost_key, known_costs, measure_rounds
 from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, cut, device_sampling, spread
-from eagle3_jax.speculate.round import Committed, Models, State, Weights, cache_room, prefill, speculate
+from eagle3_jax.speculate.round import UNREAD, Committed, Models, State, Weights, cache_room, next_round, prefill
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled_drafts
 
 
@@ -21,13 +23,14 @@ class Result:
     """One request. accepted[i]: draft tokens accepted in round i, before trimming at a stop; drafts[i]: the proposed
     target ids of round i, for a tree those on its best path: the accepted ones and the likeliest below them. The first
     token comes from prefill and belongs to no round. nonfinite_rounds: rounds in which the draft's logits held NaN or
-    infinities, which costs acceptance and nothing else."""
+    infinities, which costs acceptance and nothing else. strategies[i]: of round i, as text."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     accepted: list[int] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
     nonfinite_rounds: int = 0
+    strategies: list[str] = field(default_factory=list)
 
     @property
     def tau(self) -> float:
@@ -59,10 +62,12 @@ def generate(
 ) -> Result | list[Result]:
     """Generates from one prompt (list of ids) or several (list of lists, run as one ragged batch).
 
-    strategy: "plain", "chain:K", "tree:DxKxN", or a list of paths (see `strategy`). temperature 0 is greedy; seed makes
-    sampling repeatable, request i of a batch uses seed + i. stop_token_ids: None = the target's end tokens, () = never
-    stop. on_tokens(i, new): called as tokens of request i are committed. finish_reason is "stop" or "length"
-    (max_new_tokens or the context limit). For the other settings see `SamplingParams`.
+    strategy: "plain", "chain:K", "tree:DxKxN", a list of paths (see `strategy`), or "auto": another one each round, by
+    what was accepted lately and by what rounds cost here (see `controller`), which the first use measures.
+    temperature 0 is greedy; seed makes sampling repeatable, request i of a batch uses seed + i. stop_token_ids: None =
+    the target's end tokens, () = never stop. on_tokens(i, new): called as tokens of request i are committed.
+    finish_reason is "stop" or "length" (max_new_tokens or the context limit). For the other settings see
+    `SamplingParams`.
 
     sampling: all settings at once, one set or one for each prompt, in place of the single keywords.
     sample_draft: draft tokens are drawn from the draft's distribution and verified by the p/q rule; by default they are
@@ -85,57 +90,92 @@ def generate(
     for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         check_prompt(i, prompt, target)
         check_params(wanted, target.config.vocab_size)
-    shape = _checked_strategy(strategy, draft)
-    models, weights = pair(target, draft if shape.depth else None)
-    if sample_draft and shape.depth and not all(p.is_greedy for p in params):
-        shape = with_sampled_drafts(shape)
+    strategies = _checked_strategies(strategy, draft)
+    drafting = any(shape.depth for shape in strategies)
+    models, weights = pair(target, draft if drafting else None)
+    if sample_draft and not all(p.is_greedy for p in params):
+        strategies = [with_sampled_drafts(shape) if shape.depth else shape for shape in strategies]
     stops = [p.stops(target) for p in params]
     limits = [min(p.max_new_tokens, target.config.max_positions - len(i)) for p, i in zip(params, prompts, strict=True)]
     results = [Result() for _ in prompts]
 
     ids, lengths = pad_prompts(prompts)
-    entries = cache_entries(target, prompts, limits, shape)
+    entries = cache_entries(target, prompts, limits, *strategies)
     state, first = prefill(models, entries, weights, ids, lengths, device_sampling(target, prompts, params))
     for i, token in enumerate(np.asarray(first)):
         _commit(results, i, [int(token)], limits, stops, on_tokens)
-    rounds = _rounds(models, shape, weights, state, ahead=jax.default_backend() != "cpu")
+    depth = max(shape.depth for shape in strategies)
+    controller = Controller(depth, trained_acceptance(draft)) if len(strategies) > 1 else None
+    costs = None
+    if controller is not None and any(r.finish_reason is None for r in results):
+        costs, state = _costs(target, draft, models, weights, strategies, state)
+
+    def choose() -> Strategy:
+        return strategies[0] if controller is None else controller.next(costs)
+
+    rounds = _rounds(models, weights, state, choose, ahead=jax.default_backend() != "cpu")
     while any(r.finish_reason is None for r in results):
-        tokens, accepted, drafts, finite = next(rounds)
-        for i, result in enumerate(results):
-            if result.finish_reason is None:
-                result.nonfinite_rounds += not finite[i]
-                result.accepted.append(int(accepted[i]))
-                result.drafts.append([token for token in drafts[i].tolist() if token >= 0])
-                _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)
+        shape, (tokens, accepted, drafts, finite) = next(rounds)
+        running = [i for i, result in enumerate(results) if result.finish_reason is None]
+        if controller is not None:
+            controller.observe(shape, accepted[running].tolist())
+        for i in running:
+            results[i].nonfinite_rounds += int(not finite[i])
+            results[i].strategies.append(shape.text)
+            results[i].accepted.append(int(accepted[i]))
+            results[i].drafts.append([token for token in drafts[i].tolist() if token >= 0])
+            _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)
     return results[0] if single else results
 
 
-def _rounds(models: Models, strategy: Strategy, weights: Weights, state: State, ahead: bool) -> Iterator[Committed]:
-    """Outcomes of one round after the other, fetched, without end.
+def _rounds(
+    models: Models, weights: Weights, state: State, choose: Callable[[], Strategy], ahead: bool
+) -> Iterator[tuple[Strategy, Committed]]:
+    """Outcomes of one round after the other, fetched, without end, each with the strategy that was chosen for it.
 
     ahead: the next round is dispatched before an outcome is fetched, so that an accelerator need not wait for the host.
     Whoever stops asking leaves one round unused.
     """
-    dispatched: deque[Committed] = deque()
+    dispatched: deque[tuple[Strategy, Committed]] = deque()
+    unread = 0
     while True:
-        state, committed = speculate(models, strategy, weights, state)
-        dispatched.append(committed)
+        strategy = choose()
+        state, committed, unread = next_round(models, strategy, weights, state, unread)
+        dispatched.append((strategy, committed))
         if len(dispatched) > ahead:
             yield jax.device_get(dispatched.popleft())
 
 
-def _checked_strategy(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> Strategy:
-    shape = parse_strategy(strategy)
-    if not shape.depth:
-        return shape
-    if draft is None:
+def _costs(
+    target: Target, draft: Draft, models: Models, weights: Weights, strategies: Sequence[Strategy], state: State
+):
+    """Seconds a round of each strategy in batches like `state`, and the state, which may have been used to measure."""
+    used = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.sampling)]
+    drafts = ["sampled drafts"] if any(strategy.sampled for strategy in strategies) else []
+    key = cost_key(target, draft, state.pending.shape[0], state.cache[0].k.shape[2], used + drafts)
+
+    def measure() -> dict[Strategy, float]:
+        nonlocal state
+        measured, state = measure_rounds(models, weights, strategies, state)
+        return measured
+
+    return known_costs(key, strategies, measure), state
+
+
+def _checked_strategies(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> list[Strategy]:
+    """The strategies that rounds may have: one, or several for "auto"."""
+    is_auto = isinstance(strategy, str) and strategy == "auto"
+    shapes = [] if is_auto else [parse_strategy(strategy)]
+    if draft is None and (is_auto or shapes[0].depth):
         raise UserError(f"strategy {strategy} needs a draft / pass a draft or use plain")
-    if shape.top_k > draft.config.draft_vocab_size:
+    if is_auto:
+        return menu(draft)
+    if shapes[0].depth and shapes[0].top_k > draft.config.draft_vocab_size:
         raise UserError(
-            f"strategy {strategy} wants the {shape.top_k} likeliest tokens, the draft's vocabulary has "
+            f"strategy {strategy} wants the {shapes[0].top_k} likeliest tokens, the draft's vocabulary has "
             f"{draft.config.draft_vocab_size} / lower K"
         )
-    return shape
+    return shapes
 
 
 def pair(target: Target, draft: Draft | None) -> tuple[Models, Weights]:
@@ -168,11 +208,12 @@ def padded_length(tokens: int) -> int:
 
 
 def cache_entries(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], strategy: Strategy
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], *strategies: Strategy
 ) -> int:
     """Length of the caches for prompts with at most so many new tokens each: a power of two from 128 on, but no more
     than the target's context takes. With `padded_length` it decides which programs a batch needs."""
-    window, room = target.config.max_positions, cache_room(strategy, len(prompts))
+    window, room = target.config.max_positions, max(cache_room(strategy, len(prompts)) for strategy in strategies)
+    room = max(room, UNREAD if len(strategies) > 1 else 0)
     longest = max(min(len(p) + new, window) for p, new in zip(prompts, max_new_tokens, strict=True))
     entries = min(_power_of_two(longest + room, 128), round_up(window + room, 128))
     return max(entries, padded_length(max(map(len, prompts))))

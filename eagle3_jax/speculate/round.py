@@ -73,7 +73,7 @@ class Weights(NamedTuple):
 
 def cache_room(strategy: Strategy, batch: int) -> int:
     """Cache entries beyond the committed tokens that a round may write. Where strategies take turns it is the most that
-    any of them needs, and UNREAD."""
+    any of them needs, and no less than UNREAD."""
     return fast_rows(max(strategy.nodes, strategy.drafted_rows + 1, strategy.depth + 1), batch)
 
 

@@ -13,7 +13,7 @@ import eagle3_jax as e3
 from eagle3_jax.speculate import generate as generating
 from eagle3_jax.speculate.generate import cache_entries, padded_length
 from eagle3_jax.speculate.request import check_params, device_sampling, spread
-from eagle3_jax.speculate.round import prefill, speculate
+from eagle3_jax.speculate.round import next_round, prefill, speculate
 from eagle3_jax.speculate.strategy import PLAIN
 from tests.tiny import bigram_draft, bigram_target, not_a_number
 
@@ -90,9 +90,9 @@ def test_a_round_dispatched_ahead_changes_nothing(target, drafts, monkeypatch) -
 
     def counted(*arguments):
         calls.append(arguments)
-        return speculate(*arguments)
+        return next_round(*arguments)
 
-    monkeypatch.setattr(generating, "speculate", counted)
+    monkeypatch.setattr(generating, "next_round", counted)
     expected = e3.generate(target, drafts["fair"], PROMPTS, NEW, "tree:3x3x9")
     rounds = len(calls)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
