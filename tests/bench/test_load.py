@@ -20,11 +20,10 @@ from tests.serving.stub import serving
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """(address, engine) of a server of the tiny pair with two slots and room for four to wait."""
-    from eagle3_jax.serving.engine import Engine
-
     import eagle3_jax as e3
     from eagle3_jax.serving.api.app import create_app
     from eagle3_jax.serving.api.service import Service
+    from eagle3_jax.serving.engine import Engine
     from eagle3_jax.serving.requests import Settings
 
     folder, draft = write_tiny_pair(tmp_path_factory.mktemp("pair"))
