@@ -1,7 +1,6 @@
 """A small load run against the whole server, in this process; and the load test's own judgement: it must see faults."""
 
 import asyncio
-import json
 import time
 
 import pytest
@@ -11,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from bench import load
-from bench.http_client import Address, metrics, request
+from bench.http_client import Address, metrics
 from bench.tiny_pair import write_tiny_pair
 from bench.workload import jobs, malformed
 from tests.serving.stub import serving
@@ -68,17 +67,6 @@ def test_what_is_no_request_is_refused_one_by_one(server):
         return [await load.refused(server[0], path, body) for path, body in malformed()]
 
     assert asyncio.run(go()) == [None] * len(malformed())
-
-
-def test_the_page_talks_to_the_real_server(server):
-    async def go():
-        async with request(server[0], "/") as reply:
-            html = await reply.body()
-        async with request(server[0], "/v1/models") as reply:
-            return html, json.loads(await reply.body())
-
-    html, listed = asyncio.run(go())
-    assert b"page/page.js" in html and listed["data"][0]["eagle3"]["strategies"] == ["plain", "chain:2"]
 
 
 def broken_server(answer: JSONResponse, held: int) -> Starlette:
