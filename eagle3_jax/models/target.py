@@ -52,6 +52,7 @@ class Target:
     eos_token_ids: tuple[int, ...]
     hub_id: str | None
     no_tokenizer: str | None = None
+    architecture: str = "LlamaForCausalLM"
 
     @property
     def num_layers(self) -> int:
@@ -134,7 +135,8 @@ def load_target(path: str | Path, dtype: str = "bfloat16", family: Family | None
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
     params = fill(shapes, family.place(config, tensors), jnp.dtype(dtype), str(place), ignore, family.float32)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
-    return Target(str(place), config, graph, params, tokenizer, _end_tokens(raw, generation), hub_id, no_tokenizer)
+    end_tokens = _end_tokens(raw, generation)
+    return Target(str(place), config, graph, params, tokenizer, end_tokens, hub_id, no_tokenizer, family.architecture)
 
 
 def resolve(path: str | Path, also: tuple[str, ...] = ()) -> Path:

@@ -97,7 +97,7 @@ def test_nodes_of_a_tree_see_what_single_tokens_would(load, case: str) -> None:
             [jnp.arange(entries) <= before[..., None], window_mask(length, jnp.asarray(sees), entries)], axis=1
         )
         positions = jnp.concatenate([before, at], axis=1)
-        attend = cached_where(jnp.zeros(batch, jnp.int32), mask, positions, places)
+        attend = cached_where(jnp.zeros(batch, jnp.int32), mask, positions, places=places)
         last, _, _ = model(jnp.asarray(ids), positions, attend, cache, lengths=jnp.full(ids.shape, width))
         got, wanted = model.logits(last), target.forward(alone).logits
     for row, path in enumerate(paths):
