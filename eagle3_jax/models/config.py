@@ -284,7 +284,7 @@ def kinds_by_period(config: dict[str, Any], period: int) -> list[str]:
     return [SLIDING if (layer + 1) % period else FULL for layer in range(config["num_hidden_layers"])]
 
 
-def windows_of(config: dict[str, Any], where: str, kinds: list[str], window: int | None) -> tuple[int | None, ...]:
+def windows_of(config: dict[str, Any], where: str, kinds: list[str], window: Any) -> tuple[int | None, ...]:
     """DecoderConfig.windows from layer types ([] = all full) and the window of the sliding ones."""
     unknown = sorted(set(map(str, kinds)) - {FULL, SLIDING})
     if unknown:
