@@ -10,11 +10,10 @@ import openai
 import pytest
 
 from eagle3_jax.serving.requests import Delta, EngineStopped, QueueFull
-from tests.serving.fake_engine import END, TOKENIZER, VOCAB, byte_tokenizer, fake_server, ids, saying
+from tests.serving.fake_engine import END, HTTP, TOKENIZER, VOCAB, byte_tokenizer, connect, fake_server, ids, saying
 
 TEXT = "Hello wörld, the 🚀 end"
 HI = [{"role": "user", "content": "hi"}]
-HTTP = httpx.Client()  # making one takes a tenth of a second
 SYSTEM = [{"role": "system", "content": "be brief"}]
 
 
@@ -27,10 +26,6 @@ def server():
 @pytest.fixture(scope="module")
 def client(server):
     return connect(server[0])
-
-
-def connect(address: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=HTTP)
 
 
 def get(address: str, **more) -> httpx.Response:

@@ -37,7 +37,7 @@ class JsonGrammar:
 
 def json_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
     """The schema that an answer must meet, None for free text. Raises ApiError for any other format."""
-    kind = (response_format or {"type": "text"}).get("type")
+    kind = "text" if response_format is None else response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":

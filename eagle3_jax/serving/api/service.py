@@ -29,6 +29,7 @@ class Serving(Protocol):
 
     state: str
     error: str | None
+    strategies: Any
 
     def check(self, request: Request) -> None: ...
     def stream(self, request: Request) -> Any: ...
@@ -88,8 +89,7 @@ class Service:
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         requests = []
         for prompt in prompts:
-            room = self.max_len - len(prompt)
-            params = sampling_params(body, self.eos_token_ids, max(room, 1) if body.longest is None else body.longest)
+            params = sampling_params(body, self.eos_token_ids, self._answer_length(body, len(prompt)))
             check_params(params, self.vocab_size)
             for i in range(body.n or 1):
                 request = Request(
@@ -104,6 +104,15 @@ class Service:
                 self.engine.check(request)
                 requests.append(request)
         return requests
+
+    def _answer_length(self, body: ChatBody | CompletionBody, prompt: int) -> int:
+        """Most tokens of an answer: what the body asks for, else what fits. Raises ApiError if that does not fit."""
+        asked, room = body.longest, self.max_len - prompt
+        if room < (asked or 1):
+            wanted = f"{prompt} of the prompt" + (f" and {asked} of the answer" if asked else "")
+            message = f"this model's maximum context length is {self.max_len} tokens, the request needs {wanted}"
+            raise ApiError(400, f"{message}: shorten one of them", code="context_length_exceeded")
+        return asked or min(room, body.default_longest)
 
     async def _new_grammar(self, body: ChatBody | CompletionBody) -> Callable[[], Any] | None:
         schema = json_schema(body.response_format)

@@ -51,7 +51,9 @@ async def model(http: HttpRequest) -> Response:
 
 
 def _card(service: Service) -> dict:
+    """eagle3.strategies: what requests may name besides auto; the page offers them."""
     facts = {"created": service.created, "owned_by": "eagle3-jax", "max_model_len": service.max_len}
+    facts["eagle3"] = {"strategies": list(service.engine.strategies)}
     return {"id": service.model, "object": "model", **facts}
 
 
