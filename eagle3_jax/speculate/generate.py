@@ -13,7 +13,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.controller import Controller, menu, trained_acceptance
 from eagle3_jax.speculate.cost import cost_key, known_costs, measure_rounds
-from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, device_sampling, spread
+from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, cut, device_sampling, spread
 from eagle3_jax.speculate.round import UNREAD, Committed, Models, State, Weights, cache_room, next_round, prefill
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled_drafts
 
@@ -229,15 +229,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def _commit(results, i, new, limits, stops, on_tokens) -> None:
     """Appends tokens up to the first stop token or the limit, wherever in the block it lies."""
-    result, kept = results[i], []
-    for token in new:
-        kept.append(token)
-        if token in stops[i]:
-            result.finish_reason = "stop"
-        elif len(result.tokens) + len(kept) >= limits[i]:
-            result.finish_reason = "length"
-        if result.finish_reason is not None:
-            break
-    result.tokens += kept
+    kept, results[i].finish_reason = cut(new, limits[i] - len(results[i].tokens), stops[i])
+    results[i].tokens += kept
     if on_tokens is not None:
         on_tokens(i, kept)

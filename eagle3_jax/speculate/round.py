@@ -24,7 +24,7 @@ from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.speculate.drafting import DraftState, draft_tree, extend, fast_rows, window_mask
 from eagle3_jax.speculate.sampling import Sampling, choose, observe
 from eagle3_jax.speculate.strategy import Strategy
-from eagle3_jax.speculate.tree import Candidates, build_tree
+from eagle3_jax.speculate.tree import Candidates, Tree, build_tree
 from eagle3_jax.speculate.verify import Proposal, walk
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 
@@ -119,52 +119,95 @@ def speculate(models: Models, strategy: Strategy, weights: Weights, state: State
     plain round leaves its slot to be read; without a draft there is nothing to keep.
     A request that has come to the end of its cache stays there and goes on writing over its own last entries.
     """
+    state, verified = verify(models, strategy, weights, state)
+    state, committed, _ = commit(models, strategy, weights, state, verified)
+    return state, committed
+
+
+class Verified(NamedTuple):
+    """The first half of a round: the tree, and the target's logits and features at its nodes."""
+
+    tree: Tree
+    logits: Float[Array, "B N V"]
+    taps: Taps | None
+    candidates: Candidates
+
+
+def verify(
+    models: Models, strategy: Strategy, weights: Weights, state: State, rows: Int[Array, "B"] | None = None
+) -> tuple[State, Verified]:
+    """The draft grows a tree and the target reads it, inside of jit.
+
+    rows: the rows of the caches that the requests have (see `cached_where`), None = request b has row b; all else in
+    the state has a row for each request.
+    """
     target: LlamaForCausalLM = models.target.merge(weights.target)
     batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
-    room = cache_room(strategy, batch)
     random = None if state.sampling is None else state.sampling.random
-    draft_state, candidates, proposal = state.draft, _no_candidates(batch), None
+    candidates = _no_candidates(batch)
     if strategy.depth and models.draft is not None:
         draft: DraftModel = models.draft.merge(weights.draft)
-        draft_cache, candidates = draft_tree(draft, weights.d2t, strategy, state.draft, state.length, random)
-        proposal = Proposal(candidates.logits, weights.d2t) if strategy.sampled else None
-        draft_state = state.draft._replace(cache=draft_cache)
+        draft_cache, candidates = draft_tree(draft, weights.d2t, strategy, state.draft, state.length, random, rows)
+        state = state._replace(draft=state.draft._replace(cache=draft_cache))
     tree = build_tree(strategy, state.pending, candidates)
 
     pad = fast_rows(strategy.nodes, batch) - strategy.nodes
     ids, depth = (jnp.pad(x, ((0, 0), (0, pad))) for x in (tree.tokens, tree.depth))
     sees = jnp.pad(tree.sees, ((0, 0), (0, pad), (0, pad))) | jnp.eye(strategy.nodes + pad, dtype=bool)
-    attend = cached_where(state.length, window_mask(state.length, sees, entries))
+    attend = cached_where(state.length, window_mask(state.length, sees, entries), rows=rows)
     last, taps, cache = target(ids, state.length[:, None] + depth, attend, state.cache, models.taps)
-    steps = walk(strategy, tree, target.logits(last)[:, : strategy.nodes], state.length, state.sampling, proposal)
+    verified = Verified(tree, target.logits(last)[:, : strategy.nodes], taps, candidates)
+    return state._replace(cache=cache), verified
 
-    if not strategy.is_chain:
-        cache = _compact(cache, state.length, steps.path[:, 1:])
+
+def commit(
+    models: Models,
+    strategy: Strategy,
+    weights: Weights,
+    state: State,
+    verified: Verified,
+    rows: Int[Array, "B"] | None = None,
+) -> tuple[State, Committed, Float[Array, "B levels V"]]:
+    """The walk down the tree and what follows from it, inside of jit; also the target's logits that each of
+    `Committed.tokens` was chosen from. rows: as in `verify`."""
+    batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
+    tree, logits, taps, candidates = verified
+    proposal = Proposal(candidates.logits, weights.d2t) if strategy.sampled else None
+    steps = walk(strategy, tree, logits, state.length, state.sampling, proposal)
+    cache = state.cache if strategy.is_chain else _compact(state.cache, state.length, steps.path[:, 1:], rows)
     count = steps.accepted + 1
+    draft_state = state.draft
     if draft_state is not None:
         # A committed node's successor is the next token of the walk, up to the pending token.
         features = taps.map(lambda a: _rows(a, steps.path).astype(draft_state.hidden.dtype))
         if strategy.depth:
-            hidden, draft_cache = extend(draft, draft_state.cache, features, steps.tokens, state.length, count)
-            draft_state = draft_state._replace(cache=draft_cache, hidden=hidden)
+            draft: DraftModel = models.draft.merge(weights.draft)
+            read = extend(draft, draft_state.cache, features, steps.tokens, state.length, count, rows)
+            draft_state = draft_state._replace(hidden=read[0], cache=read[1])
         else:
             draft_state = _leave(draft_state, features, steps.tokens)
     pending = jnp.take_along_axis(steps.tokens, steps.accepted[:, None], axis=1)[:, 0]
-    length = jnp.minimum(state.length + count, entries - room)
+    length = jnp.minimum(state.length + count, entries - cache_room(strategy, batch))
     new = State(cache, length, pending, draft_state, steps.sampling)
-    return new, Committed(steps.tokens, steps.accepted, steps.drafts, candidates.finite)
+    committed = Committed(steps.tokens, steps.accepted, steps.drafts, candidates.finite)
+    return new, committed, _rows(logits, steps.path)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def catch_up(models: Models, weights: Weights, state: State) -> State:
     """The draft reads the slots that plain rounds have left."""
+    return state._replace(draft=read_unread(models, weights, state.draft, state.length))
+
+
+def read_unread(
+    models: Models, weights: Weights, left: DraftState, length: Int[Array, "B"], rows: Int[Array, "B"] | None = None
+) -> DraftState:
+    """`catch_up` inside of jit. rows: as in `verify`."""
     draft: DraftModel = models.draft.merge(weights.draft)
-    left = state.draft
-    start, count = state.length - left.count, jnp.maximum(left.count, 1)
-    hidden, cache = extend(draft, left.cache, left.features, left.next_ids, start, count)
+    start, count = length - left.count, jnp.maximum(left.count, 1)
+    hidden, cache = extend(draft, left.cache, left.features, left.next_ids, start, count, rows)
     hidden = jnp.where((left.count > 0)[:, None, None], hidden, left.hidden)
-    read = DraftState(cache, hidden, left.features, left.next_ids, jnp.zeros_like(left.count))
-    return state._replace(draft=read)
+    return DraftState(cache, hidden, left.features, left.next_ids, jnp.zeros_like(left.count))
 
 
 def next_round(
@@ -198,13 +241,17 @@ def _no_candidates(batch: int) -> Candidates:
     return Candidates(nothing, nothing, None, nothing, None, jnp.ones(batch, bool))
 
 
-def _compact(cache: tuple[KV, ...], length: Int[Array, "B"], path: Int[Array, "B D"]) -> tuple[KV, ...]:
+def _compact(
+    cache: tuple[KV, ...], length: Int[Array, "B"], path: Int[Array, "B D"], rows: Int[Array, "B"] | None
+) -> tuple[KV, ...]:
     """Moves the entries of the path's nodes to where their tokens belong: node path[:, i] to entry length + 1 + i."""
+    rows = jnp.arange(length.shape[0]) if rows is None else rows
+    source, target = length[:, None] + path, length[:, None] + 1 + jnp.arange(path.shape[1])
 
-    def move(entries, start, nodes):
-        return jax.lax.dynamic_update_slice(entries, entries[:, start + nodes], (0, start + 1, 0))
+    def move(entries):
+        return entries.at[rows[:, None], :, target].set(entries[rows[:, None], :, source], mode="drop")
 
-    return jax.tree.map(lambda entries: jax.vmap(move)(entries, length, path), cache)
+    return jax.tree.map(move, cache)
 
 
 def _row(x: Float[Array, "B T H"], index: Int[Array, "B"]) -> Float[Array, "B 1 H"]:

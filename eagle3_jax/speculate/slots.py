@@ -15,7 +15,7 @@ import numpy as np
 
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.generate import pad_prompts, padded_length, pair, round_up
-from eagle3_jax.speculate.request import SamplingParams, device_sampling
+from eagle3_jax.speculate.request import SamplingParams, cut, device_sampling
 from eagle3_jax.speculate.round import State, prefill, speculate
 from eagle3_jax.speculate.strategy import PLAIN
 
@@ -76,8 +76,8 @@ def generate_many(
 
 def _ended(request: Request, stop: frozenset[int], max_new_tokens: int, window: int) -> bool:
     """Stopped, long enough, or at the end of the target's context."""
-    full = len(request.prompt) + len(request.tokens) >= window
-    return request.tokens[-1] in stop or len(request.tokens) >= max_new_tokens or full
+    room = min(max_new_tokens, window - len(request.prompt)) - len(request.tokens) + 1
+    return cut(request.tokens[-1:], room, stop)[1] is not None
 
 
 def _read_prompts(target, models, weights, group: list[Request], cache_length: int, temperature, top_p, seed):
