@@ -67,12 +67,11 @@ def serve_command(
     budget = None if memory is None else parse_memory(memory)
     listed = tuple(name.strip() for name in strategies.split(",") if name.strip())
     _check_strategies((strategy, *listed), draft is not None)
-    from eagle3_jax.serving.api.server import listen
+    from eagle3_jax.serving.api.server import Server, listen
 
     listener = listen(host, port)  # before loading: a port that is in use is said at once
     loaded, bound = open_pair(target, draft, dtype)
     from eagle3_jax.serving.api.app import create_app
-    from eagle3_jax.serving.api.server import run
     from eagle3_jax.serving.api.service import Service
     from eagle3_jax.serving.engine import Engine
     from eagle3_jax.serving.logs import log_json
@@ -98,7 +97,7 @@ def serve_command(
     engine.start()
     address = f"[{host}]" if ":" in host else host
     note(f"listening on http://{address}:{listener.getsockname()[1]} (model {name}); ready when /health says so")
-    raise typer.Exit(run(app, engine, listener, drain_seconds))
+    raise typer.Exit(Server(app, engine, drain_seconds).run_on(listener))
 
 
 def parse_memory(text: str) -> int:
@@ -110,10 +109,10 @@ def parse_memory(text: str) -> int:
 
 
 def served_name(target: str | None, loaded: "Target") -> str:
-    """The name clients give: the hub name if there is one, else what the command line said, without its folders."""
+    """The name clients give: `demo`, a hub name, or that of the folder or file."""
     if target == "demo":
         return "demo"
-    return loaded.hub_id or os.path.basename(os.path.normpath(loaded.path))
+    return loaded.hub_id or os.path.basename(os.path.normpath(loaded.path)).removesuffix(".gguf")
 
 
 def _sizes(

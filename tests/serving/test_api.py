@@ -162,6 +162,18 @@ def test_temperatures(server):
     assert server[1].requests[-1].params.temperature == 1.0
 
 
+def test_the_context_is_filled_to_the_last_token(server):
+    def ask(prompt: int, **more) -> httpx.Response:
+        return post(server, "/v1/completions", {"prompt": [ids("a")[0]] * prompt, **more})
+
+    for prompt, asked, used in ((4080, {"max_tokens": 16}, 16), (4080, {}, 16), (4090, {}, 6), (4095, {}, 1)):
+        assert ask(prompt, **asked).status_code == 200
+        assert server[1].requests[-1].params.max_new_tokens == used
+    for prompt, asked in ((4081, {"max_tokens": 16}), (4096, {}), (4097, {}), (4096, {"max_tokens": 1})):
+        message = refused(ask(prompt, **asked))
+        assert "4096" in message and str(prompt) in message
+
+
 def test_stats(client, server):
     extra = {"eagle3": {"stats": True}}
     answer = client.chat.completions.create(model="tiny", messages=HI, extra_body=extra)
