@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, NamedTargetOption, note, open_pair, write_json
+from eagle3_jax.cli.common import DTypeOption, JsonOption, NamedTargetOption, note, open_pair, warn_of_pair, write_json
 from eagle3_jax.errors import UserError
 
 
@@ -46,6 +46,7 @@ def bench_command(
     ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}]) for turn in turns]
     for number, prompt in enumerate(ids, start=1):  # as in the file; now, and not when it is its turn
         check_prompt(number, prompt, loaded)
+    warn_of_pair(loaded, bound)
     wanted = names if "plain" in names else ["plain", *names]
     rows = []
     for size in sizes:

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli.common import DraftOption, DTypeOption, JsonOption, NamedTargetOption, note, open_pair, write_json
+from eagle3_jax.cli.common import (
+    DraftOption,
+    DTypeOption,
+    JsonOption,
+    NamedTargetOption,
+    note,
+    open_pair,
+    warn_of_pair,
+    write_json,
+)
 from eagle3_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,6 +57,7 @@ def generate_command(
     from eagle3_jax.speculate.request import SamplingParams
 
     ids = _prompt_ids(loaded, text, raw)
+    warn_of_pair(loaded, pair)
     vocabulary = Vocabulary(loaded.tokenizer)
     printer = _Printer(vocabulary)
     sampling = SamplingParams(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli.common import DraftOption, DTypeOption, NamedTargetOption, note, open_pair
+from eagle3_jax.cli.common import DraftOption, DTypeOption, NamedTargetOption, note, open_pair, warn_of_pair
 from eagle3_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def serve_command(
 
     listener = listen(host, port)  # before loading: a port that is in use is said at once
     loaded, bound = open_pair(target, draft, dtype)
+    warn_of_pair(loaded, bound)
     from eagle3_jax.serving.api.app import create_app
     from eagle3_jax.serving.api.service import Service
     from eagle3_jax.serving.engine import Engine
