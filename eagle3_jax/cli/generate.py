@@ -29,7 +29,8 @@ def generate_command(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="plain, chain:K for K draft tokens a round, or tree:DxKxN: D levels of the K likeliest, N verified.",
+            help="plain, chain:K for K draft tokens a round, tree:DxKxN: D levels of the K likeliest, N verified, or "
+            "auto: another one each round, by what pays here.",
             show_default="chain:3 with a draft, else plain",
         ),
     ] = None,
@@ -53,7 +54,7 @@ def generate_command(
     strategy = strategy or ("chain:3" if draft else "plain")
     loaded, pair = open_pair(target, draft, dtype)
     from eagle3_jax.data.detokeniser import Vocabulary, text_of
-    from eagle3_jax.speculate.generate import generate
+    from eagle3_jax.speculate.generate import generate, nonfinite_warning
     from eagle3_jax.speculate.request import SamplingParams
 
     ids = _prompt_ids(loaded, text, raw)
@@ -69,6 +70,8 @@ def generate_command(
         loaded, pair, ids, strategy=strategy, sampling=sampling, sample_draft=sample_draft, on_tokens=printer.print
     )
     printer.finish()
+    if warning := nonfinite_warning([result]):
+        note(warning)
     tok_s = printer.tokens_per_second()
     note(_closing_line(result, tok_s, pair.taps.words(loaded.num_layers) if pair else None))
     answer = {"tokens": result.tokens, "text": text_of(vocabulary, result.tokens)}
