@@ -90,6 +90,7 @@ def serve_command(
         loaded.eos_token_ids,
         settings.max_len,
         timeout,
+        most_requests=count + queue,
     )
     for line in _facts(loaded, bound, settings, engine):
         note(line)

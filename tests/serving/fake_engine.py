@@ -148,8 +148,8 @@ def serving(app) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def fake_server(script: Callable[[Request], Sequence[Any]], tokenizer=TOKENIZER, timeout=None, **app: Any):
+def fake_server(script: Callable[[Request], Sequence[Any]], tokenizer=TOKENIZER, most_requests=None, **app: Any):
     """(address, engine) of a server whose engine plays `script`."""
     engine = FakeEngine(script)
-    with serving(create_app(make_service(engine, tokenizer, timeout=timeout), **app)) as address:
+    with serving(create_app(make_service(engine, tokenizer, most_requests=most_requests), **app)) as address:
         yield address, engine

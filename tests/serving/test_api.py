@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import threading
 import time
 
@@ -384,6 +385,27 @@ def test_body_limit():
         with contextlib.suppress(httpx.TransportError):  # the server may close while the body is still being sent
             refused(post(server, "/v1/completions", content=unannounced()), 413)
         assert post(server, "/v1/completions", {"prompt": "a" * 900}).status_code == 200
+
+
+def test_an_upload_that_breaks_off_is_no_error_of_ours(server, caplog):
+    host, port = server[0].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"prompt":')
+    assert post(server, "/v1/completions", {"prompt": "a"}).status_code == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_text_that_cannot_fit_is_not_even_tokenised(server):
+    long = "a" * 10**6
+    chat = {"messages": [{"role": "user", "content": long}]}
+    for path, body in (("/v1/completions", {"prompt": long}), ("/v1/chat/completions", chat)):
+        assert "1000000 characters" in refused(post(server, path, body))
+
+
+def test_more_choices_than_the_server_holds_are_refused():
+    with fake_server(saying("a"), most_requests=4) as server:
+        assert "4 at most" in refused(post(server, "/v1/completions", {"prompt": ["a"] * 3, "n": 2}))
+        assert post(server, "/v1/completions", {"prompt": ["a"] * 2, "n": 2}).status_code == 200
 
 
 def test_cors_is_off_unless_asked_for(server):
