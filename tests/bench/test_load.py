@@ -102,6 +102,13 @@ def test_the_load_test_sees_faults(text, status, held, complaint, monkeypatch):
     assert bool(seen.faults) == bool(complaint) and all(complaint in fault for fault in seen.faults[:1])
 
 
+def test_a_server_that_has_gone_is_a_fault():
+    with serving(Starlette()) as served:
+        address = Address(int(served.rsplit(":", 1)[1]))
+    seen = asyncio.run(load.run(address, jobs(1, 8, 1), ["plain"], load.Plan(2, 1000.0, 2)))
+    assert len(seen.faults) == 3 and "the server has gone" in seen.faults[-1]
+
+
 def test_growing_memory_is_a_fault(monkeypatch):
     sizes = iter([100.0, 106.0])
     with serving(broken_server(JSONResponse({}, 400), 0)) as served:
