@@ -207,7 +207,7 @@ def read_unread(
     start, count = length - left.count, jnp.maximum(left.count, 1)
     hidden, cache = extend(draft, left.cache, left.features, left.next_ids, start, count, rows)
     hidden = jnp.where((left.count > 0)[:, None, None], hidden, left.hidden)
-    return DraftState(cache, hidden, left.features, left.next_ids, jnp.zeros_like(left.count))
+    return left._replace(cache=cache, hidden=hidden, count=jnp.zeros_like(left.count))
 
 
 def next_round(
