@@ -1,6 +1,7 @@
 """A small load run against the whole server, in this process; and the load test's own judgement: it must see faults."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from bench import load
-from bench.http_client import Address, metrics
+from bench.http_client import Address, metrics, request
 from bench.tiny_pair import write_tiny_pair
 from bench.workload import jobs, malformed
 from tests.serving.stub import serving
@@ -28,8 +29,8 @@ def server(tmp_path_factory):
     folder, draft = write_tiny_pair(tmp_path_factory.mktemp("pair"))
     target = e3.load_target(folder, dtype="float32")
     engine = Engine(target, e3.load_draft(draft, target=target), Settings(2, 128, "chain:2", queue=4, chunk=16))
-    engine.start()
     try:
+        engine.start()
         service = Service(engine, target.tokenizer, "tiny", target.config.vocab_size, target.eos_token_ids, 128)
         with serving(create_app(service)) as address:
             while engine.state == "warming":
@@ -67,6 +68,17 @@ def test_what_is_no_request_is_refused_one_by_one(server):
         return [await load.refused(server[0], path, body) for path, body in malformed()]
 
     assert asyncio.run(go()) == [None] * len(malformed())
+
+
+def test_the_page_talks_to_the_real_server(server):
+    async def go():
+        async with request(server[0], "/") as reply:
+            html = await reply.body()
+        async with request(server[0], "/v1/models") as reply:
+            return html, json.loads(await reply.body())
+
+    html, listed = asyncio.run(go())
+    assert b"page/page.js" in html and listed["data"][0]["eagle3"]["strategies"] == ["plain", "chain:2"]
 
 
 def broken_server(answer: JSONResponse, held: int) -> Starlette:
