@@ -74,6 +74,19 @@ def prompt_ids(
     return _encode(tokenizer, _render(tokenizer, messages, True, where, tools, template or {}))["input_ids"]
 
 
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Returns the ids of a text to go on with, special tokens added as the tokenizer does it.
+
+    A text that brings the BOS along, as a rendered template does, has one and not two; an EOS that the tokenizer puts
+    at the end is left out, since after it there would be nothing to go on with.
+    """
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+        ids = ids[1:]
+    ends = getattr(tokenizer, "add_eos_token", False) and ids[-1:] == [tokenizer.eos_token_id]
+    return ids[:-1] if ends else ids
+
+
 class _Text:
     """Rendered text, its tokens, and the mask that turns are marked in."""
 
@@ -84,7 +97,7 @@ class _Text:
         self.tokenizer, self.text = tokenizer, text
         self.ids = np.asarray(encoding["input_ids"], dtype=np.int64)
         self.offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        self.special = np.isin(self.ids, _special_ids(tokenizer))
+        self.special = np.isin(self.ids, special_ids(tokenizer))
         self.mask = np.zeros(len(self.ids), dtype=bool)
 
     def mark(self, start: int, end: int, prompt: str, turn: str) -> None:
@@ -290,7 +303,7 @@ def _marks(tokenizer: Any, where: str, options: ChatOptions) -> tuple[str, str, 
     if not header.strip() or question not in prompt or answer not in whole:
         raise UserError(f"{where}: the chat template writes nothing before an answer; use rows of conversations")
     ending = _encode(tokenizer, whole.partition(answer)[2])["input_ids"]
-    end_token = next((i for i in ending if i in _special_ids(tokenizer)), None)
+    end_token = next((i for i in ending if i in special_ids(tokenizer)), None)
     bos = tokenizer.bos_token or ""
     return header, bos if prompt.startswith(bos) else "", end_token
 
@@ -315,7 +328,7 @@ def _render(
         return tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **template
         )
-    except (TemplateError, TypeError, ValueError) as error:  # the latter two from expressions over the messages
+    except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:  # of expressions over messages
         raise UserError(f"{where}: the chat template refuses the messages: {' '.join(str(error).split())}") from error
 
 
@@ -324,7 +337,7 @@ def _encode(tokenizer: Any, text: str, **options: Any) -> Any:
     return tokenizer(text, add_special_tokens=False, verbose=False, **options)
 
 
-def _special_ids(tokenizer: Any) -> list[int]:
+def special_ids(tokenizer: Any) -> list[int]:
     """Ids of all special tokens: also those, like Llama 3's <|eot_id|>, that have no name such as eos_token."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return sorted(added | set(tokenizer.all_special_ids))

@@ -29,6 +29,7 @@ class DraftState(NamedTuple):
     hidden: the draft's output at the last slot that it has read, from which the first draft token of a round comes.
     Rows of features/next_ids below `count` are slots that it has yet to read, since the rounds that committed them were
     plain ones: row j is slot `length - count + j`, the target's features of that token and the token after it.
+    oracle: for measuring, target ids by position that chains propose in place of their own; -1 = their own.
     """
 
     cache: tuple[KV, ...]
@@ -36,6 +37,7 @@ class DraftState(NamedTuple):
     features: Taps
     next_ids: Int[Array, "B R"]
     count: Int[Array, "B"]
+    oracle: Int[Array, "B S"] | None = None
 
 
 def fast_rows(rows: int, batch: int) -> int:
@@ -57,11 +59,12 @@ def draft_tree(
     known: DraftState,
     length: Int[Array, "B"],
     random: Random | None,
+    rows: Int[Array, "B"] | None = None,
 ) -> tuple[tuple[KV, ...], Candidates]:
     """The draft's new cache and the candidates of a round after `length` tokens in the target's cache, all of which
     the draft has read.
 
-    random: of a request, for drafts that are sampled; unused otherwise.
+    random: of a request, for drafts that are sampled; unused otherwise. rows: of the cache, see `cached_where`.
     """
     y, cache = known.hidden, known.cache
     batch, entries, total = length.shape[0], cache[0].k.shape[2], strategy.drafted_rows
@@ -79,6 +82,9 @@ def draft_tree(
         noise_row += level_logits.shape[1]
         ids, gains, drawn_from = _continuations(level_logits, strategy, random, noisy)
         tokens.append(d2t[ids].reshape(batch, -1))
+        if known.oracle is not None:
+            told = jnp.take_along_axis(known.oracle, (length + level)[:, None], axis=1, mode="fill", fill_value=-1)
+            tokens[-1] = jnp.where(told >= 0, told, tokens[-1])
         parents.append(jnp.repeat(numbers, strategy.top_k, axis=1))
         logits.append(drawn_from)
         if gains is not None:
@@ -93,13 +99,13 @@ def draft_tree(
             score = jnp.take_along_axis(scores[-1], chosen, axis=1)
         numbers = offset + chosen
         beams.append(numbers)
-        rows = fast_rows(count, batch) - count
+        pad = fast_rows(count, batch) - count
         hidden = jnp.take_along_axis(draft.feedback(y), parent[..., None], axis=1)
         ids = jnp.take_along_axis(tokens[-1], chosen, axis=1)
-        hidden, ids, visible = (jnp.concatenate([x, x[:, :rows]], axis=1) for x in (hidden, ids, sees))
+        hidden, ids, visible = (jnp.concatenate([x, x[:, :pad]], axis=1) for x in (hidden, ids, sees))
         positions = jnp.broadcast_to((length + level - 1)[:, None], ids.shape)
         # As in training, a layer's window looks back from the last token with target features.
-        attend = cached_where(length + read, window_mask(length, visible, entries), anchor=length - 1)
+        attend = cached_where(length + read, window_mask(length, visible, entries), length - 1, rows)
         y, cache = draft(hidden, ids, positions, attend, cache)
         y, read, offset = y[:, :count], read + count, offset + tokens[-1].shape[1]
     joined = [jnp.concatenate(x, axis=1) if x and x[0] is not None else None for x in (tokens, parents, scores)]
@@ -114,13 +120,15 @@ def extend(
     next_ids: Int[Array, "B R"],
     start: Int[Array, "B"],
     count: Int[Array, "B"],
+    rows: Int[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B 1 H"], tuple[KV, ...]]:
     """Reads slots start .. start + count - 1, count >= 1; returns the output at the last of them and the new cache.
 
-    Rows from `count` on are leftovers; their entries are overwritten before anything sees them.
+    Rows from `count` on are leftovers; their entries are overwritten before anything sees them. rows: of the cache,
+    see `cached_where`.
     """
     positions = start[:, None] + jnp.arange(next_ids.shape[1])
-    y, cache = draft(draft.project(features), next_ids, positions, cached(positions), cache)
+    y, cache = draft(draft.project(features), next_ids, positions, cached(positions, rows), cache)
     return jnp.take_along_axis(y, (count - 1)[:, None, None], axis=1), cache
 
 

@@ -19,12 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.models.attention import KV, cached_where, causal, empty_cache, finite
-from eagle3_jax.models.llama import LlamaForCausalLM
+from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.speculate.drafting import DraftState, draft_tree, extend, fast_rows, window_mask
 from eagle3_jax.speculate.sampling import Sampling, choose, observe
 from eagle3_jax.speculate.strategy import Strategy
-from eagle3_jax.speculate.tree import Candidates, build_tree
+from eagle3_jax.speculate.tree import Candidates, Tree, build_tree
 from eagle3_jax.speculate.verify import Proposal, walk
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 
@@ -73,7 +73,7 @@ class Weights(NamedTuple):
 
 def cache_room(strategy: Strategy, batch: int) -> int:
     """Cache entries beyond the committed tokens that a round may write. Where strategies take turns it is the most that
-    any of them needs, and UNREAD."""
+    any of them needs, and no less than UNREAD."""
     return fast_rows(max(strategy.nodes, strategy.drafted_rows + 1, strategy.depth + 1), batch)
 
 
@@ -87,12 +87,13 @@ def prefill(
     sampling: Sampling | None,
 ) -> tuple[State, Int[Array, "B"]]:
     """Reads ragged prompts ids [B, P] of `lengths` tokens. Returns the state and the first new token of each."""
-    target: LlamaForCausalLM = models.target.merge(weights.target)
+    target: CausalLM = models.target.merge(weights.target)
     batch, width = ids.shape
     positions = jnp.broadcast_to(jnp.arange(width), ids.shape)
     per_token = jnp.broadcast_to(lengths[:, None], ids.shape)
     decoder, dtype = target.config, target.model.embed_tokens.weight[...].dtype
-    cache = empty_cache(decoder.num_layers, batch, decoder.num_kv_heads, cache_length, decoder.head_dim, dtype)
+    shape = (decoder.num_layers, batch, decoder.num_kv_heads, cache_length, decoder.head_dim)
+    cache = empty_cache(*shape, dtype, decoder.value_dim)
     last, taps, cache = target(ids, positions, _fill_cache, cache, models.taps, per_token)
     newest = LastHidden(jnp.repeat(_row(last.before_norm(), lengths - 1), fast_rows(1, batch), axis=1), last.normed)
     first = choose(target.logits(newest)[:, 0], lengths, sampling)
@@ -119,52 +120,96 @@ def speculate(models: Models, strategy: Strategy, weights: Weights, state: State
     plain round leaves its slot to be read; without a draft there is nothing to keep.
     A request that has come to the end of its cache stays there and goes on writing over its own last entries.
     """
-    target: LlamaForCausalLM = models.target.merge(weights.target)
+    state, verified = verify(models, strategy, weights, state)
+    state, committed, _ = commit(models, strategy, weights, state, verified)
+    return state, committed
+
+
+class Verified(NamedTuple):
+    """The first half of a round: the tree, and the target's logits and features at its nodes."""
+
+    tree: Tree
+    logits: Float[Array, "B N V"]
+    taps: Taps | None
+    candidates: Candidates
+
+
+def verify(
+    models: Models, strategy: Strategy, weights: Weights, state: State, rows: Int[Array, "B"] | None = None
+) -> tuple[State, Verified]:
+    """The draft grows a tree and the target reads it, inside of jit.
+
+    rows: the rows of the caches that the requests have (see `cached_where`), None = request b has row b; all else in
+    the state has a row for each request.
+    """
+    target: CausalLM = models.target.merge(weights.target)
     batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
-    room = cache_room(strategy, batch)
     random = None if state.sampling is None else state.sampling.random
-    draft_state, candidates, proposal = state.draft, _no_candidates(batch), None
+    candidates = _no_candidates(batch)
     if strategy.depth and models.draft is not None:
         draft: DraftModel = models.draft.merge(weights.draft)
-        draft_cache, candidates = draft_tree(draft, weights.d2t, strategy, state.draft, state.length, random)
-        proposal = Proposal(candidates.logits, weights.d2t) if strategy.sampled else None
-        draft_state = state.draft._replace(cache=draft_cache)
+        draft_cache, candidates = draft_tree(draft, weights.d2t, strategy, state.draft, state.length, random, rows)
+        state = state._replace(draft=state.draft._replace(cache=draft_cache))
     tree = build_tree(strategy, state.pending, candidates)
 
     pad = fast_rows(strategy.nodes, batch) - strategy.nodes
     ids, depth = (jnp.pad(x, ((0, 0), (0, pad))) for x in (tree.tokens, tree.depth))
     sees = jnp.pad(tree.sees, ((0, 0), (0, pad), (0, pad))) | jnp.eye(strategy.nodes + pad, dtype=bool)
-    attend = cached_where(state.length, window_mask(state.length, sees, entries))
-    last, taps, cache = target(ids, state.length[:, None] + depth, attend, state.cache, models.taps)
-    steps = walk(strategy, tree, target.logits(last)[:, : strategy.nodes], state.length, state.sampling, proposal)
+    positions, places = node_places(state.length, depth, entries)
+    attend = cached_where(state.length, window_mask(state.length, sees, entries), positions, rows, places)
+    last, taps, cache = target(ids, positions, attend, state.cache, models.taps)
+    verified = Verified(tree, target.logits(last)[:, : strategy.nodes], taps, candidates)
+    return state._replace(cache=cache), verified
 
-    if not strategy.is_chain:
-        cache = _compact(cache, state.length, steps.path[:, 1:])
+
+def commit(
+    models: Models,
+    strategy: Strategy,
+    weights: Weights,
+    state: State,
+    verified: Verified,
+    rows: Int[Array, "B"] | None = None,
+) -> tuple[State, Committed, Float[Array, "B levels V"]]:
+    """The walk down the tree and what follows from it, inside of jit; also the target's logits that each of
+    `Committed.tokens` was chosen from. rows: as in `verify`."""
+    batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
+    tree, logits, taps, candidates = verified
+    proposal = Proposal(candidates.logits, weights.d2t) if strategy.sampled else None
+    steps = walk(strategy, tree, logits, state.length, state.sampling, proposal)
+    cache = state.cache if strategy.is_chain else _compact(state.cache, state.length, steps.path[:, 1:], rows)
     count = steps.accepted + 1
+    draft_state = state.draft
     if draft_state is not None:
         # A committed node's successor is the next token of the walk, up to the pending token.
         features = taps.map(lambda a: _rows(a, steps.path).astype(draft_state.hidden.dtype))
         if strategy.depth:
-            hidden, draft_cache = extend(draft, draft_state.cache, features, steps.tokens, state.length, count)
-            draft_state = draft_state._replace(cache=draft_cache, hidden=hidden)
+            draft: DraftModel = models.draft.merge(weights.draft)
+            read = extend(draft, draft_state.cache, features, steps.tokens, state.length, count, rows)
+            draft_state = draft_state._replace(hidden=read[0], cache=read[1])
         else:
             draft_state = _leave(draft_state, features, steps.tokens)
     pending = jnp.take_along_axis(steps.tokens, steps.accepted[:, None], axis=1)[:, 0]
-    length = jnp.minimum(state.length + count, entries - room)
+    length = jnp.minimum(state.length + count, entries - cache_room(strategy, batch))
     new = State(cache, length, pending, draft_state, steps.sampling)
-    return new, Committed(steps.tokens, steps.accepted, steps.drafts, candidates.finite)
+    committed = Committed(steps.tokens, steps.accepted, steps.drafts, candidates.finite)
+    return new, committed, _rows(logits, steps.path)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def catch_up(models: Models, weights: Weights, state: State) -> State:
     """The draft reads the slots that plain rounds have left."""
+    return state._replace(draft=read_unread(models, weights, state.draft, state.length))
+
+
+def read_unread(
+    models: Models, weights: Weights, left: DraftState, length: Int[Array, "B"], rows: Int[Array, "B"] | None = None
+) -> DraftState:
+    """`catch_up` inside of jit. rows: as in `verify`."""
     draft: DraftModel = models.draft.merge(weights.draft)
-    left = state.draft
-    start, count = state.length - left.count, jnp.maximum(left.count, 1)
-    hidden, cache = extend(draft, left.cache, left.features, left.next_ids, start, count)
+    start, count = length - left.count, jnp.maximum(left.count, 1)
+    hidden, cache = extend(draft, left.cache, left.features, left.next_ids, start, count, rows)
     hidden = jnp.where((left.count > 0)[:, None, None], hidden, left.hidden)
-    read = DraftState(cache, hidden, left.features, left.next_ids, jnp.zeros_like(left.count))
-    return state._replace(draft=read)
+    return left._replace(cache=cache, hidden=hidden, count=jnp.zeros_like(left.count))
 
 
 def next_round(
@@ -193,18 +238,34 @@ def _leave(left: DraftState, features: Taps, tokens: Int[Array, "B 1"]) -> Draft
     return kept._replace(count=left.count + 1)
 
 
+def node_places(
+    length: Int[Array, "B"], depth: Int[Array, "B N"], entries: int
+) -> tuple[Int[Array, "B N"], Int[Array, "B S"]]:
+    """Positions of a tree's nodes, and of all cache entries once the nodes lie behind the `length` committed ones.
+
+    Where layers have windows, a node's position counts and not its entry, which is behind those of the nodes beside it.
+    """
+    positions = length[:, None] + depth
+    put = jax.vmap(lambda row, at: jax.lax.dynamic_update_slice(jnp.arange(entries), row, (at,)))
+    return positions, put(positions, length)
+
+
 def _no_candidates(batch: int) -> Candidates:
     nothing = jnp.zeros((batch, 0), jnp.int32)
     return Candidates(nothing, nothing, None, nothing, None, jnp.ones(batch, bool))
 
 
-def _compact(cache: tuple[KV, ...], length: Int[Array, "B"], path: Int[Array, "B D"]) -> tuple[KV, ...]:
+def _compact(
+    cache: tuple[KV, ...], length: Int[Array, "B"], path: Int[Array, "B D"], rows: Int[Array, "B"] | None
+) -> tuple[KV, ...]:
     """Moves the entries of the path's nodes to where their tokens belong: node path[:, i] to entry length + 1 + i."""
+    rows = jnp.arange(length.shape[0]) if rows is None else rows
+    source, target = length[:, None] + path, length[:, None] + 1 + jnp.arange(path.shape[1])
 
-    def move(entries, start, nodes):
-        return jax.lax.dynamic_update_slice(entries, entries[:, start + nodes], (0, start + 1, 0))
+    def move(entries):
+        return entries.at[rows[:, None], :, target].set(entries[rows[:, None], :, source], mode="drop")
 
-    return jax.tree.map(lambda entries: jax.vmap(move)(entries, length, path), cache)
+    return jax.tree.map(move, cache)
 
 
 def _row(x: Float[Array, "B T H"], index: Int[Array, "B"]) -> Float[Array, "B 1 H"]:
@@ -215,13 +276,13 @@ def _rows(x: Float[Array, "B T H"], index: Int[Array, "B R"]) -> Float[Array, "B
     return jnp.take_along_axis(x, index[..., None], axis=1)
 
 
-def _fill_cache(q, k, v, cache: KV, window: int | None = None):
+def _fill_cache(q, k, v, cache: KV, window: int | None = None, **how):
     """Attention of a prefill: causal over the prompt itself while keys and values go to the start of the cache.
 
     Prompts are padded on the right, so a causal mask alone keeps padding out of sight of every real token.
     """
     v = finite(v)
-    out, _ = causal(jnp.zeros(q.shape[:2], jnp.int32))(q, k, v, None, window=window)
+    out, _ = causal(jnp.zeros(q.shape[:2], jnp.int32))(q, k, v, None, window=window, **how)
     filled = [
         jax.lax.dynamic_update_slice(old, new.swapaxes(1, 2).astype(old.dtype), (0, 0, 0, 0))
         for old, new in ((cache.k, k), (cache.v, v))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.draft.ttt import document_positions
 from eagle3_jax.models.attention import causal
-from eagle3_jax.models.llama import LlamaForCausalLM, head_logits
+from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 from eagle3_jax.training.loss import Teacher
@@ -47,7 +47,7 @@ def target_features(
 
     chunk: see `choices`.
     """
-    model: LlamaForCausalLM = graph.merge(params)
+    model: CausalLM = graph.merge(params)
     last, tapped, _ = model(ids, document_positions(document_ids), causal(document_ids), taps=taps)
     return Features(tapped, last, *choices(model, last, chunk))
 
@@ -57,9 +57,7 @@ def complete(graph: Graph, params: Params, taps: Taps, last: LastHidden, chunk: 
     return Features(taps, last, *choices(graph.merge(params), last, chunk))
 
 
-def choices(
-    model: LlamaForCausalLM, last: LastHidden, chunk: int = CHUNK
-) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+def choices(model: CausalLM, last: LastHidden, chunk: int = CHUNK) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """The full-vocabulary argmax at each token, and the log-sum-exp of its logits.
 
     Full-vocabulary logits of a whole batch would be the largest array of the step: they are made for about `chunk`
@@ -73,7 +71,7 @@ def choices(
 
     def part(array: jax.Array) -> tuple[jax.Array, jax.Array]:
         normed = LastHidden(array, last.normed).after_norm(model.model.norm)
-        logits = head_logits(normed, model.head_weight)
+        logits = model.normed_logits(normed)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), jax.nn.logsumexp(logits, axis=-1)
 
     found = jax.lax.map(part, parts)
@@ -86,9 +84,9 @@ def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "V
 
     A last hidden state stored after the norm is not normed again.
     """
-    model: LlamaForCausalLM = graph.merge(params)
+    model: CausalLM = graph.merge(params)
     normed = features.last.after_norm(model.model.norm)
-    logits = head_logits(normed, model.head_weight[d2t])
+    logits = model.normed_logits(normed, d2t)
     return Teacher(logits, features.argmax, features.normaliser, d2t[jnp.argmax(logits, axis=-1)] == features.argmax)
 
 

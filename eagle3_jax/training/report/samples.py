@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.cli.detokeniser import Detokeniser
+from eagle3_jax.data.detokeniser import Detokeniser
 from eagle3_jax.training.dataset import batches_in_order
 from eagle3_jax.training.metrics import Answer, walk_answers
 
