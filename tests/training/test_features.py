@@ -66,7 +66,7 @@ def largest(jaxpr) -> int:
 
 def test_logits_of_long_rows_over_large_vocabularies_never_exist_at_once(world, run) -> None:
     rows, length, vocab, hidden = 2, 4096, 151936, world.target.config.hidden_size
-    params = {**world.target.params, "lm_head": {"weight": np.broadcast_to(np.float32(0), (vocab, hidden))}}
+    params = {**world.target.params, "lm_head": {"weight": jnp.zeros((vocab, hidden))}}
     graph, taps = world.target.graph, compute_features(run.setup, run.frozen, make_batch(run.train, [0, 1], 2)).taps
     made = jax.make_jaxpr(lambda array: complete(graph, params, taps, LastHidden(array, False)).argmax)(
         jax.ShapeDtypeStruct((rows, length, hidden), jnp.float32)
