@@ -112,14 +112,30 @@ def test_an_oracle_in_place_of_any_draft_is_always_right(target, drafts, plain) 
     answers = tokens(plain)
     told = e3.generate(target, drafts["random"], PROMPTS, NEW - 4, "chain:3", oracle=answers)
     assert tokens(told) == [text[: NEW - 4] for text in answers]
-    assert {count for answer in told for count in answer.accepted} == {3}
+    assert {(count, answer.tau) for answer in told for count in answer.accepted} == {(3, 4.0)}  # the target's own too
     with pytest.raises(e3.UserError, match="one for each prompt"):
         e3.generate(target, drafts["random"], PROMPTS, NEW, "chain:3", oracle=answers[:2])
     with pytest.raises(e3.UserError, match="a chain as strategy"):
         e3.generate(target, drafts["random"], PROMPTS, NEW, "tree:3x3x9", oracle=answers)
 
 
+def test_acceptance_does_not_depend_on_the_size_of_a_batch(target, drafts, plain) -> None:
+    together = e3.generate(target, drafts["fair"], PROMPTS, NEW, "chain:3")
+    assert sum(sum(answer.accepted) for answer in together) > 0
+    for size in (1, 2, 8):
+        group = (PROMPTS * 2)[:size]
+        assert e3.generate(target, drafts["fair"], group, NEW, "chain:3") == (together * 2)[:size]
+
+
 # --- sampling settings, each request's own
+
+
+def test_temperatures_that_are_as_good_as_zero_are_greedy_beside_others(target, drafts, plain, mixed) -> None:
+    for value in (0.0, 1e-9):
+        settings = [dataclasses.replace(SETTINGS[0], temperature=value), *SETTINGS[1:]]
+        for strategy, draft in (("plain", None), ("chain:3", drafts["fair"])):
+            answers = e3.generate(target, draft, PROMPTS, strategy=strategy, sampling=settings)
+            assert tokens(answers) == tokens(mixed) and answers[0].tokens == plain[0].tokens
 
 
 @pytest.fixture(scope="module")
