@@ -108,6 +108,11 @@ def canonical_names(tensors: Mapping[str, np.ndarray], where: str) -> Tensors:
     return renamed
 
 
+def stored_layers(tensors: Mapping[str, np.ndarray]) -> set[str]:
+    """The numbers, as written, of the layers that tensors belong to."""
+    return {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+
+
 def write_folder(place: Path, config: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """Writes config.json and model.safetensors; the folder appears complete or not at all.
 
