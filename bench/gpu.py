@@ -153,7 +153,7 @@ def cases(pair: RandomPair, batch: int, rows: list[int], depth: int, context: in
     kv = config.num_layers * layer_kv
     prompts = jax.ShapeDtypeStruct((batch, 32), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     state, _ = jax.eval_shape(
-        lambda weights, ids, lengths: prefill(models, cache_length, chain, weights, ids, lengths, None),
+        lambda weights, ids, lengths: prefill(models, cache_length, weights, ids, lengths, None),
         *(weights, *prompts),
     )
     alone, without_draft = Weights(weights.target, None, None), state._replace(draft=None)

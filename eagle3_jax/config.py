@@ -41,12 +41,21 @@ class StoredConfig(_Strict):
 
 
 class DataConfig(_Strict):
-    """train, heldout: JSONL (.gz) of conversations or of {input_ids, loss_mask}, or stored features of others (folders
-    or files; see StoredConfig). length: tokens of a packed row."""
+    """train, heldout: JSONL (.gz), JSON or Parquet files, or `hf:NAME:SPLIT` of the hub, whose rows are conversations,
+    {input_ids, loss_mask}, or text (docs/training.md); or stored features of others (folders or files; StoredConfig).
+
+    length: tokens of a packed row. overlong: longer documents are cut there, or left out. duplicates: documents that
+    occur twice are kept (and counted), or left out. last_turn_only: supervise only the last answer of a conversation.
+    chat_template: variables for the target's chat template, such as {enable_thinking: false}; serve with the same.
+    """
 
     train: str | list[str]
     heldout: str | list[str]
     length: Annotated[int, Field(ge=8)] = 2048
+    overlong: Literal["cut", "drop"] = "cut"
+    duplicates: Literal["keep", "drop"] = "keep"
+    last_turn_only: bool = False
+    chat_template: dict[str, str | bool | int | float] = {}
     stored: StoredConfig = StoredConfig()
 
 

@@ -116,6 +116,19 @@ def bigram_target(vocab_size: int = 8, context: float = 0.0, seed: int = 0, **ch
 
     context: scale of what the blocks add to the residual stream; 0 makes it a pure bigram model.
     """
+    raw, tensors = _bigram(vocab_size, context, seed, **changes)
+    config = decoder_config(raw)
+    graph, _ = abstract_params(nnx.eval_shape(lambda: LlamaForCausalLM(config)))
+    return Target("in memory", config, graph, _tree(tensors), None, (), None)
+
+
+def write_bigram_target(folder: Path, vocab_size: int, context: float, seed: int = 0, **changes: Any) -> Path:
+    """The same as `bigram_target` as a Hugging Face folder, without a tokenizer."""
+    raw, tensors = _bigram(vocab_size, context, seed, **changes)
+    return write_target(folder, tensors=tensors, **raw)
+
+
+def _bigram(vocab_size: int, context: float, seed: int, **changes: Any) -> tuple[dict, dict[str, np.ndarray]]:
     raw = target_config(
         **{
             "vocab_size": vocab_size,
@@ -136,9 +149,7 @@ def bigram_target(vocab_size: int = 8, context: float = 0.0, seed: int = 0, **ch
             array[:] = 1
         elif name == "lm_head.weight":
             array[:] = 0.4 * rng.standard_normal(array.shape)
-    config = decoder_config(raw)
-    graph, _ = abstract_params(nnx.eval_shape(lambda: LlamaForCausalLM(config)))
-    return Target("in memory", config, graph, _tree(tensors), None, (), None)
+    return raw, tensors
 
 
 def bigram_draft(target: Target, noise: float = 0.0, d2t=None, max_positions: int = 128, seed: int = 5) -> Draft:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 DType = Literal["bfloat16", "float16", "float32"]
 
 
-def _check_folder(path: Path | None) -> Path | None:
-    # At once, and not when hours of work are about to be written there.
+def check_folder(option: str, path: Path | None) -> Path | None:
+    """Of a file to write: at once, and not when hours of work are about to be written there."""
     if path is not None and not path.parent.is_dir():
-        raise UserError(f"--json: no folder {path.parent} / {path} / make it first")
+        raise UserError(f"{option}: no folder {path.parent} / {path} / make it first")
     return path
 
 
@@ -31,7 +31,10 @@ TargetOption = Annotated[
 ]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Of weights and activations.")]
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Also write the result to this file.", callback=_check_folder)
+    Path | None,
+    typer.Option(
+        "--json", help="Also write the result to this file.", callback=lambda path: check_folder("--json", path)
+    ),
 ]
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,14 +12,20 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.text import Text
 
+    from eagle3_jax.data.template import ChatOptions
+
 OPEN, CLOSE = "⟦", "⟧"
 
 
 def preview_data(
-    file: Annotated[Path, typer.Argument(help="JSONL of conversations or token rows, or stored features.")],
+    file: Annotated[str, typer.Argument(help="Conversations, token rows or text: JSONL, JSON, Parquet, hf:NAME.")],
     target: TargetOption,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a packed row, as data.length of a config.")] = 2048,
     rows: Annotated[int, typer.Option(min=0, help="Packed rows to show; 0 = counts only.")] = 1,
+    last_turn_only: Annotated[bool, typer.Option("--last-turn-only", help="As data.last_turn_only.")] = False,
+    chat_template: Annotated[
+        str, typer.Option(help="Variables for the chat template, in YAML, as data.chat_template: {enable_thinking: no}")
+    ] = "{}",
     loss_masks: Annotated[
         str | None, typer.Option(help="Masks of stored features that have none, as data.stored.loss_masks.")
     ] = None,
@@ -28,11 +33,12 @@ def preview_data(
     json_file: JsonOption = None,
 ) -> None:
     """Show packed rows: supervised tokens in green (between ⟦ and ⟧ where there are no colours), documents apart."""
+    options = _options(last_turn_only, chat_template)
     loaded = open_target(target, dtype)
     from eagle3_jax.training.dataset import pack_documents, read_documents
 
-    documents = read_documents(str(file), loaded, loss_masks)
-    packed = pack_documents(documents.items, length, str(file))
+    documents = read_documents(file, loaded, loss_masks, options)
+    packed = pack_documents(documents.items, length, file)
     from rich.console import Console
 
     console = Console(soft_wrap=True, highlight=False)
@@ -54,14 +60,29 @@ def preview_data(
         "tokens": int((packed.document_ids >= 0).sum()),
         "refused": documents.refused,
         "first_refusal": documents.first_refusal,
+        "duplicates": documents.duplicates,
     }
     note(
         f"{report.documents} documents in {report.rows} rows of {length} ({report.fill_rate:.0%} full), "
         f"{report.supervised_tokens} of {counts['tokens']} tokens supervised; {report.cut_documents} documents cut, "
-        f"{report.dropped_documents} with nothing supervised, {documents.refused} refused"
-        + (f" (first: {documents.first_refusal})" if documents.first_refusal else "")
+        f"{report.dropped_documents} with nothing supervised, {documents.words()}"
     )
     write_json(json_file, counts)
+
+
+def _options(last_turn_only: bool, chat_template: str) -> "ChatOptions":
+    import yaml
+
+    from eagle3_jax.data.template import ChatOptions
+    from eagle3_jax.errors import UserError
+
+    try:
+        variables = yaml.safe_load(chat_template)
+    except yaml.YAMLError as error:
+        raise UserError(f"--chat-template {chat_template!r} is not valid YAML") from error
+    if not isinstance(variables, dict):
+        raise UserError(f"--chat-template {chat_template!r} is no mapping / for example {{enable_thinking: no}}")
+    return ChatOptions(last_turn_only, variables)
 
 
 def _text(tokenizer: Any, ids: "np.ndarray", mask: "np.ndarray", brackets: bool) -> "Text":

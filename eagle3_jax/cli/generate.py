@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
-from eagle3_jax.cli.detokeniser import Detokeniser, decode
 from eagle3_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +20,8 @@ def generate_command(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="plain, chain:K for K draft tokens a round, or tree:DxKxN: D levels of the K likeliest, N verified.",
+            help="plain, chain:K for K draft tokens a round, tree:DxKxN: D levels of the K likeliest, N verified, or "
+            "auto: another one each round, by what pays here.",
             show_default="chain:3 with a draft, else plain",
         ),
     ] = None,
@@ -44,8 +44,9 @@ def generate_command(
     text = _read_prompt(prompt)
     strategy = strategy or ("chain:3" if draft else "plain")
     loaded = open_target(target, dtype)
+    from eagle3_jax.data.detokeniser import Vocabulary, text_of
     from eagle3_jax.draft.draft import binding_warning, load_draft
-    from eagle3_jax.speculate.generate import generate, window_warning
+    from eagle3_jax.speculate.generate import generate, nonfinite_warning, window_warning
     from eagle3_jax.speculate.request import SamplingParams
 
     ids = _prompt_ids(loaded, text, raw)
@@ -53,7 +54,8 @@ def generate_command(
     if pair is not None:
         for warning in filter(None, (binding_warning(pair, loaded), window_warning(pair, loaded))):
             note(warning)
-    printer = _Printer(loaded.tokenizer)
+    vocabulary = Vocabulary(loaded.tokenizer)
+    printer = _Printer(vocabulary)
     sampling = SamplingParams(
         *(max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty),
         min_tokens=min_tokens,
@@ -63,9 +65,11 @@ def generate_command(
         loaded, pair, ids, strategy=strategy, sampling=sampling, sample_draft=sample_draft, on_tokens=printer.print
     )
     printer.finish()
+    if warning := nonfinite_warning([result]):
+        note(warning)
     tok_s = printer.tokens_per_second()
     note(_closing_line(result, tok_s, pair.taps.words(loaded.num_layers) if pair else None))
-    answer = {"tokens": result.tokens, "text": decode(loaded.tokenizer, result.tokens)}
+    answer = {"tokens": result.tokens, "text": text_of(vocabulary, result.tokens)}
     facts = {"tau": result.tau, "tok_s": tok_s, "finish_reason": result.finish_reason, "strategy": strategy}
     write_json(json_file, {**answer, "accepted": result.accepted, "drafts": result.drafts, **facts})
 
@@ -83,11 +87,11 @@ def _read_prompt(prompt: str) -> str:
 
 
 def _prompt_ids(target: "Target", text: str, raw: bool) -> list[int]:
-    from eagle3_jax.data.template import prompt_ids
+    from eagle3_jax.data.template import prompt_ids, text_ids
 
     tokenizer = target.require_tokenizer()
     if raw:
-        return tokenizer(text, verbose=False)["input_ids"]
+        return text_ids(tokenizer, text)
     if not tokenizer.chat_template:
         raise UserError(f"the target has no chat template / {target.path} / use --raw, or an instruct model")
     return prompt_ids(tokenizer, [{"role": "user", "content": text}])
@@ -96,11 +100,13 @@ def _prompt_ids(target: "Target", text: str, raw: bool) -> list[int]:
 class _Printer:
     """Prints committed tokens; on a terminal, accepted draft tokens are coloured. Keeps the time of the rounds."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, vocabulary: Any):
         from rich.console import Console
 
+        from eagle3_jax.data.detokeniser import Detokeniser
+
         self.console = Console(highlight=False)
-        self.detokeniser = Detokeniser(tokenizer)
+        self.detokeniser = Detokeniser(vocabulary)
         self.calls = 0
         self.first_round_end = self.last_round_end = 0.0
         self.timed_tokens = 0
@@ -121,7 +127,7 @@ class _Printer:
         sys.stdout.flush()
 
     def finish(self) -> None:
-        self._write(self.detokeniser.flush() + "\n", None)
+        self._write("\n", None)
         sys.stdout.flush()
 
     def tokens_per_second(self) -> float | None:

@@ -13,7 +13,11 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Counts of one packing run; `supervised_tokens` are those kept, `lost_supervised_tokens` those cut off."""
+    """Counts of one packing run; `supervised_tokens` are those kept, `lost_supervised_tokens` those cut off.
+
+    dropped_documents: left out because nothing supervised is left of them (`unsupervised_documents` of these had
+    nothing supervised to begin with) or because they are too long; cut_documents: longer than a row and cut.
+    """
 
     documents: int
     rows: int
@@ -21,6 +25,8 @@ class PackingReport:
     lost_supervised_tokens: int
     cut_documents: int
     dropped_documents: int
+    unsupervised_documents: int
+    overlong_documents: int
     fill_rate: float
 
 
@@ -39,16 +45,19 @@ class Packed:
     report: PackingReport
 
 
-def pack(documents: Sequence[Document], length: int) -> Packed:
+def pack(documents: Sequence[Document], length: int, drop_overlong: bool = False) -> Packed:
     """Packs (ids int[T], mask bool[T]) documents into rows of `length`, deterministically.
 
-    Longer documents are cut at `length`; documents without a supervised token (left) are dropped; both are counted.
+    Longer documents are cut at `length`, or left out with `drop_overlong`; documents without a supervised token (left)
+    are left out; all are counted.
     Rows come out ordered by their longest document: shuffle them before training. Raises UserError if `length` is
     under 2 or no document has a supervised token left.
     """
     if length < 2:
         raise UserError(f"packing length {length} is too short; it must be at least 2")
-    kept = [i for i, (_, mask) in enumerate(documents) if mask[:length].any()]
+    overlong = {i for i, (ids, _) in enumerate(documents) if len(ids) > length}
+    left_out = overlong if drop_overlong else set()
+    kept = [i for i, (_, mask) in enumerate(documents) if mask[:length].any() and i not in left_out]
     if not kept:
         raise UserError(
             f"nothing to train on: none of {len(documents)} documents has a supervised token in its first {length} "
@@ -76,8 +85,10 @@ def pack(documents: Sequence[Document], length: int) -> Packed:
         rows=len(rows),
         supervised_tokens=supervised,
         lost_supervised_tokens=sum(int(mask.sum()) for _, mask in documents) - supervised,
-        cut_documents=sum(len(ids) > length for ids, _ in documents),
+        cut_documents=len(overlong - left_out),
         dropped_documents=len(documents) - len(kept),
+        unsupervised_documents=sum(not mask.any() for _, mask in documents),
+        overlong_documents=len(left_out),
         fill_rate=float((document_ids != PADDING).mean()),
     )
     return Packed(input_ids, loss_mask, document_ids, rows, report)

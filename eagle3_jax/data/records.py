@@ -1,34 +1,34 @@
-"""Reading JSONL, plain or gzipped (`.gz`): training records (conversations or ready token rows) and prompt files.
+"""Training records in every usual form (conversations, token rows, rendered text), and prompt files.
 
-Every fault is reported with file and line; nothing is skipped or repaired, because a skipped row changes what is
-trained on without anyone noticing.
+Every fault is reported with file and row; nothing is skipped or repaired, because a skipped row changes what is trained
+on without anyone noticing.
 """
 
-import gzip
 import json
-import os
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eagle3_jax.data.files import rows
 from eagle3_jax.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
+# ShareGPT's names. Its `function_call` is left out: systems disagree on how it is rendered.
+SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 CHAT_KEYS = ("conversations", "messages")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # one key, by model; the template reads its own
+MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *THOUGHTS)
 SHAPES = (
-    '{"conversations": [{"role", "content"}, ...]}, {"messages": [...]} or {"input_ids": [...], "loss_mask": [...]}'
+    '{"conversations": [{"role", "content"} or {"from", "value"}, ...]}, {"messages": [...]}, '
+    '{"input_ids": [...], "loss_mask": [...]} or {"text": "..."} with the chat template applied'
 )
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """A chat: `messages` as `{"role": str, "content": str}`, and where it came from."""
+class _Located:
+    """Where a record came from. source: its `source` key, else the file's name; evaluation is reported by it."""
 
-    messages: list[dict[str, str]]
     line: int
-    path: str = ""
+    path: str
 
     @property
     def where(self) -> str:
@@ -36,40 +36,58 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class TokenRow:
+class Conversation(_Located):
+    """A chat: `messages` as `{"role", "content", ...}`, and the tools it was given, as chat templates take them."""
+
+    messages: list[dict[str, Any]]
+    line: int
+    path: str = ""
+    tools: list[dict[str, Any]] | None = None
+    source: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class TokenRow(_Located):
     """Token ids with a 0/1 loss mask of the same length, already tokenised elsewhere."""
 
     input_ids: list[int]
     loss_mask: list[int]
     line: int
     path: str = ""
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}:{self.line}" if self.path else f"row {self.line}"
+    source: str = field(default="", compare=False)
 
 
-Record = Conversation | TokenRow
+@dataclass(frozen=True)
+class TextRow(_Located):
+    """A chat as text, rendered elsewhere with the target's own chat template."""
+
+    text: str
+    line: int
+    path: str = ""
+    source: str = field(default="", compare=False)
+
+
+Record = Conversation | TokenRow | TextRow
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Reads training records from a JSONL file, in file order; blank lines are ignored.
+    """Reads training records from a file that `files.rows` reads, in its order.
 
-    A row holds `conversations` (or `messages`), or `input_ids` with `loss_mask`; other keys are ignored. Conversations
-    without an assistant turn are kept: they are counted when packing. Raises UserError, with file and line, for a
-    missing or empty file, broken JSON, another shape of row, unknown roles, content that is not text, masks that are
-    not 0/1 and lengths that differ.
+    A row holds `conversations` or `messages` (with `system` and `tools` beside them, if any), or `input_ids` with
+    `loss_mask`, or `text`; other keys are ignored. Conversations without an assistant turn are kept: they are counted
+    when packing. Raises UserError, with file and row, for a missing or empty file, broken JSON, another shape of row,
+    unknown roles and keys of messages, content that is not text, masks that are not 0/1 and lengths that differ.
     """
-    return [_record(row, str(path), line) for line, row in _rows(path)]
+    return [_record(row, str(path), number) for number, row in rows(path)]
 
 
 def read_prompts(path: str | Path) -> list[list[str]]:
-    """Reads prompts from a JSONL file with `"turns": [str, ...]` in each row: the user turns of one conversation each.
+    """Reads prompts from a file with `"turns": [str, ...]` in each row: the user turns of one conversation each.
 
-    Raises UserError, with file and line, for a missing or empty file, broken JSON and rows without such turns.
+    Raises UserError, with file and row, for a missing or empty file, broken JSON and rows without such turns.
     """
     prompts = []
-    for line, row in _rows(path):
+    for line, row in rows(path):
         where = f"{path}:{line}"
         turns = row.get("turns")
         if not isinstance(turns, list) or not turns:
@@ -78,78 +96,111 @@ def read_prompts(path: str | Path) -> list[list[str]]:
     return prompts
 
 
-def _rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, object) for each line that is not blank."""
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{path}: no permission to read it")
-    empty = True
-    for line, raw in _lines(path):
-        if not raw.strip():
-            continue
-        empty = False
-        where = f"{path}:{line}"
-        try:
-            row = json.loads(raw.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{where}: bad JSON ({error.msg}, column {error.colno}); JSONL has one object a line"
-            ) from error
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: expected one JSON object a line (JSONL), found a {type(row).__name__}")
-        yield line, row
-    if empty:
-        raise UserError(f"{path}: the file is empty; expected one JSON object a line")
-
-
-def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines, split at b"\\n" alone: str.splitlines would also cut at U+2028, legal inside a JSON string."""
-    opener = gzip.open if str(path).endswith(".gz") else open
-    try:
-        with opener(path, "rb") as file:
-            yield from enumerate(file, start=1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: not a whole gzip file ({error}); write it again or give it another name") from error
-
-
 def _record(row: dict[str, Any], path: str, line: int) -> Record:
     where = f"{path}:{line}"
+    row = {key: value for key, value in row.items() if value is not None}  # columns that other rows of a table have
     chats = [key for key in CHAT_KEYS if key in row]
-    tokens = "input_ids" in row and "loss_mask" in row
-    if len(chats) + tokens != 1:
+    tokens, text = "input_ids" in row and "loss_mask" in row, "text" in row
+    if len(chats) + tokens != 1 and not (text and not chats and not tokens):
         problem = "more than one kind of data in a row" if chats else "unknown shape of row"
         raise UserError(f"{where}: {problem} ({_keys(row)}); accepted: {SHAPES}")
-    return _token_row(row, path, line) if tokens else _conversation(row[chats[0]], chats[0], path, line)
+    source = row.get("source")
+    source = source if isinstance(source, str) and source else Path(path).name
+    if tokens:
+        return _token_row(row, path, line, source)
+    if not chats:
+        return TextRow(_text(row["text"], where, "text"), line, path, source)
+    messages, tools = _messages(row[chats[0]], chats[0], where), _tools(row.get("tools"), where)
+    return Conversation(_with_system(messages, row.get("system"), where), line, path, tools, source)
 
 
-def _conversation(messages: Any, key: str, path: str, line: int) -> Conversation:
-    where = f"{path}:{line}"
+def _messages(messages: Any, key: str, where: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise UserError(f'{where}: "{key}" must be a list of one or more messages')
+    return [_message(message, where, f"{key}[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str, name: str) -> dict[str, Any]:
+    found = _keys(message) if isinstance(message, dict) else type(message).__name__
+    given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+    own, sharegpt = "role" in given, "from" in given
+    if own == sharegpt or ("content" if own else "value") not in given and "tool_calls" not in given:
+        raise UserError(f'{where}: {name} needs "role" and "content", or "from" and "value"; found {found}')
+    if sharegpt:
+        given["role"] = SHAREGPT.get(str(given.pop("from")), message["from"])
+        given["content"] = given.pop("value", "")
+    if given["role"] not in ROLES:
+        accepted = ", ".join([*ROLES, *SHAREGPT])
+        raise UserError(f"{where}: {name} has unknown role {given['role']!r}; accepted: {accepted}")
+    # A key may change what is rendered or trained on (weight, train), so none is dropped.
+    extra = [key for key in given if key not in MESSAGE_KEYS]
+    thoughts = [key for key in THOUGHTS if key in given]
+    if extra or len(thoughts) > 1:
+        keys = ", ".join(extra or thoughts)
+        raise UserError(f"{where}: {name} has keys that have no one meaning ({keys}); put it all into content")
+    clean = {"role": given["role"], "content": _content(given.get("content", ""), where, f"{name} content")}
+    for key in (*thoughts, *(k for k in ("name", "tool_call_id") if k in given)):
+        clean[key] = _text(given[key], where, f"{name} {key}")
+    if given.get("tool_calls"):
+        if given["role"] != "assistant":
+            raise UserError(f"{where}: {name} has tool_calls, which only an assistant message can have")
+        clean["tool_calls"] = _tool_calls(given["tool_calls"], where, name)
+    return clean
+
+
+def _content(value: Any, where: str, name: str) -> str:
+    """A string, or the one text part of OpenAI's list form: servers join several parts in different ways."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) and value[0].get("type") == "text":
+        value = value[0].get("text")
+    return _text(value, where, name)
+
+
+def _tool_calls(value: Any, where: str, name: str) -> list[dict[str, Any]]:
+    """OpenAI's tool calls. Their arguments are JSON in a string there and an object for templates, as servers do it."""
+    calls = _json(value, where, f"{name} tool_calls")
+    good = isinstance(calls, list) and all(
+        isinstance(c, dict) and isinstance(c.get("function", c), dict) for c in calls
+    )
+    if not good or any("name" not in call.get("function", call) for call in calls):
+        raise UserError(f'{where}: {name} tool_calls must be a list of {{"function": {{"name", "arguments"}}}}')
     clean = []
-    for i, message in enumerate(messages):
-        name = f"{key}[{i}]"
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            found = _keys(message) if isinstance(message, dict) else type(message).__name__
-            raise UserError(
-                f'{where}: {name} needs "role" and "content" (ShareGPT "from"/"value" must be renamed); found {found}'
-            )
-        if message["role"] not in ROLES:
-            raise UserError(f"{where}: {name} has unknown role {message['role']!r}; accepted: {', '.join(ROLES)}")
-        # A template may render such keys (tool_calls, reasoning_content), so dropping them would change the text.
-        extra = [k for k, value in message.items() if k not in ("role", "content") and value is not None]
-        if extra:
-            raise UserError(
-                f"{where}: {name} has keys other than role and content ({', '.join(extra)}); put it all into content"
-            )
-        clean.append({"role": message["role"], "content": _text(message["content"], where, f"{name} content")})
-    return Conversation(clean, line, path)
+    for call in calls:
+        function = dict(call.get("function", call))
+        function["arguments"] = _json(function.get("arguments") or {}, where, f"{name} tool_calls arguments")
+        clean.append({**call, "function": function} if "function" in call else function)
+    return clean
 
 
-def _token_row(row: dict[str, Any], path: str, line: int) -> TokenRow:
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    tools = _json(value, where, "tools") if value else None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UserError(f'{where}: "tools" must be a list of objects (JSON schemas of functions)')
+    return tools or None
+
+
+def _json(value: Any, where: str, name: str) -> Any:
+    """The value, parsed if it is JSON in a string."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: {name} is a string but not JSON") from error
+
+
+def _with_system(messages: list[dict[str, Any]], system: Any, where: str) -> list[dict[str, Any]]:
+    """The conversation after the row's own `system` prompt, if it has one."""
+    if system is None or system == "":
+        return messages
+    first = {"role": "system", "content": _text(system, where, "system")}
+    if messages[0]["role"] != "system":
+        return [first, *messages]
+    if messages[0] != first:
+        raise UserError(f'{where}: "system" and a first system message that differs; leave one out')
+    return messages
+
+
+def _token_row(row: dict[str, Any], path: str, line: int, source: str) -> TokenRow:
     where = f"{path}:{line}"
     ids, mask = row["input_ids"], row["loss_mask"]
     if not isinstance(ids, list) or not isinstance(mask, list) or not ids:
@@ -162,7 +213,7 @@ def _token_row(row: dict[str, Any], path: str, line: int) -> TokenRow:
     for i, value in enumerate(mask):
         if not isinstance(value, int) or value not in (0, 1):
             raise UserError(f"{where}: loss_mask[{i}] is {value!r}; a loss mask holds 0 and 1 only")
-    return TokenRow(ids, [int(value) for value in mask], line, path)
+    return TokenRow(ids, [int(value) for value in mask], line, path, source)
 
 
 def _text(value: Any, where: str, name: str) -> str:

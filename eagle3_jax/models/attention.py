@@ -85,33 +85,41 @@ def _heads_first(x: Float[Array, "B T K D"], heads: int) -> Float[Array, "B N T 
     return jnp.repeat(x.astype(jnp.float32).transpose(0, 2, 1, 3), heads // x.shape[2], axis=1)
 
 
-def cached(positions: Int[Array, "B T"]) -> Attend:
+def cached(positions: Int[Array, "B T"], rows: Int[Array, "B"] | None = None) -> Attend:
     """Attention of T consecutive tokens a sequence over a cache: keys are written at `positions` first.
 
     Token at position p sees cache entries <= p; entries beyond are leftovers of rejected tokens, never read before
-    they are overwritten. Positions of a row are consecutive: positions[b, t] = positions[b, 0] + t.
+    they are overwritten. Positions of a row are consecutive: positions[b, t] = positions[b, 0] + t. rows: see
+    `cached_where`.
     """
 
     def attend(q, k, v, cache: KV, window=None):
         entries = jnp.arange(cache.k.shape[2])
         mask = (entries <= positions[..., None]) & in_window(positions[..., None], entries, window)
-        return cached_where(positions[:, 0], mask)(q, k, v, cache)
+        return cached_where(positions[:, 0], mask, rows=rows)(q, k, v, cache)
 
     return attend
 
 
-def cached_where(start: Int[Array, "B"], mask: Bool[Array, "B T S"], anchor: Int[Array, "B"] | None = None) -> Attend:
+def cached_where(
+    start: Int[Array, "B"],
+    mask: Bool[Array, "B T S"],
+    anchor: Int[Array, "B"] | None = None,
+    rows: Int[Array, "B"] | None = None,
+) -> Attend:
     """Attention of T tokens a sequence over a cache of S entries: keys are written from entry `start` on, then token t
     sees the entries of mask[:, t], whatever their positions (the nodes of a draft tree).
 
     anchor: the entry from which a layer's window looks back; needed where layers have one.
+    rows: the row of the cache that each sequence has, None = its own number. A row that the cache lacks is read as its
+    last one and never written: sequences that only fill a batch.
     """
 
     def attend(q, k, v, cache: KV, window=None):
         entries = jnp.arange(cache.k.shape[2])
         seen = mask if window is None else mask & in_window(anchor[:, None, None], entries, window)
-        cache = KV(_write(cache.k, k, start), _write(cache.v, finite(v), start))
-        return _grouped(q, cache.k, cache.v, seen), cache
+        cache = KV(_write(cache.k, k, start, rows), _write(cache.v, finite(v), start, rows))
+        return _grouped(q, *cache, seen) if rows is None else _grouped(q, *take_rows(cache, rows), seen), cache
 
     return attend
 
@@ -122,9 +130,24 @@ def finite(v: Float[Array, "B T K D"]) -> Float[Array, "B T K D"]:
     return jnp.where(jnp.isfinite(v), v, 0)
 
 
-def _write(cache: Float[Array, "B K S D"], new: Float[Array, "B T K D"], start: Int[Array, "B"]):
-    new = new.swapaxes(1, 2).astype(cache.dtype)
-    return jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice(c, n, (0, s, 0)))(cache, new, start)
+def take_rows(tree: Any, rows: Int[Array, "B"]) -> Any:
+    """The given rows of every array; a row that the arrays lack is read as their last one."""
+    return jax.tree.map(lambda x: x[jnp.minimum(rows, x.shape[0] - 1)], tree)
+
+
+def put_rows(tree: Any, rows: Int[Array, "B"], new: Any) -> Any:
+    """Every array with the given rows replaced; a row that the arrays lack is left out."""
+    return jax.tree.map(lambda x, n: x.at[rows].set(n, mode="drop"), tree, new)
+
+
+def _write(cache: Float[Array, "R K S D"], new: Float[Array, "B T K D"], start: Int[Array, "B"], rows):
+    """new[b] in the cache's row rows[b] from entry start[b] on; nothing of it where the row or the end is outside."""
+    rows = jnp.arange(new.shape[0]) if rows is None else rows
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
+    )
+    at, new = jnp.stack([rows, start], axis=-1), new.swapaxes(1, 2).astype(cache.dtype)
+    return jax.lax.scatter(cache, at, new, dimensions, mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def _grouped(

@@ -1,13 +1,15 @@
 """What the API asks of the engine, and what comes back: the border between HTTP and generation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from eagle3_jax.speculate.request import SamplingParams
 
 
+@runtime_checkable
 class Grammar(Protocol):
     """What a request's answer must match. It advances with committed tokens only, never with rejected drafts."""
 
@@ -75,3 +77,46 @@ class QueueFull(Exception):
 
 class EngineStopped(Exception):
     """The engine is shutting down, or its thread died; no request is taken any more."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an engine serves. Sizes are in tokens unless said otherwise.
+
+    slots: sequences at once, each with room for max_len tokens, prompt and answer together. strategy: of requests that
+    name none; strategies: what else they may name ("plain" always); every one is compiled at start. queue: requests
+    that may wait beyond those that run. chunk: most prompt tokens read between two rounds, which bounds how long a
+    prompt makes the others wait. prefix_reuse: a prompt that begins as an earlier text did need not read that again.
+    """
+
+    slots: int = 8
+    max_len: int = 2048
+    strategy: str = "auto"
+    strategies: tuple[str, ...] = ()
+    queue: int = 64
+    chunk: int = 64
+    prefix_reuse: bool = True
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters (`_total`, since the start) and gauges of an engine.
+
+    accepted_per_position[d]: rounds whose draft token at depth d + 1 was accepted. prefix_hit_tokens_total: of the
+    prompt tokens, those that need not be read again. finished: requests by their finish_reason.
+    """
+
+    running: int
+    waiting: int
+    slots: int
+    kv_tokens_used: int
+    kv_tokens_total: int
+    kv_bytes: int
+    prompt_tokens_total: int
+    prefix_hit_tokens_total: int
+    generated_tokens_total: int
+    rounds_total: int
+    draft_tokens_total: int
+    accepted_tokens_total: int
+    accepted_per_position: tuple[int, ...]
+    finished: Mapping[str, int]

@@ -1,8 +1,8 @@
-"""The draft's half of a round: extend over what was committed, then grow a tree level by level (spec 7.1, 7.2).
+"""The draft's half of a round: grow a tree level by level, and extend over what was committed (spec 7.1, 7.2).
 
-    extend   the draft reads the tokens committed last, with their true target features, over its own KV cache
     grow     each level's best nodes ("beams") are read, each fed back with the hidden state that predicted it; a beam
              sees the committed tokens and its own ancestors, and the nodes of a level share one rotary position
+    extend   the draft reads the tokens that were committed, with their true target features, over its own KV cache
 
 The cache entries of beams lie behind the committed tokens and are overwritten by the next extend.
 """
@@ -24,16 +24,20 @@ _LOWEST = -1e30  # stands for a logit that is not finite: finite itself, so that
 
 
 class DraftState(NamedTuple):
-    """What the draft needs between rounds: its cache, and the newest committed tokens with their target features.
+    """What the draft keeps between rounds, whatever their strategies.
 
-    Row j of features/next_ids is slot `length - count + j`: the features of that token and the token after it; the
-    last valid row (count - 1) carries the pending token. Rows from `count` on are leftovers.
+    hidden: the draft's output at the last slot that it has read, from which the first draft token of a round comes.
+    Rows of features/next_ids below `count` are slots that it has yet to read, since the rounds that committed them were
+    plain ones: row j is slot `length - count + j`, the target's features of that token and the token after it.
+    oracle: for measuring, target ids by position that chains propose in place of their own; -1 = their own.
     """
 
     cache: tuple[KV, ...]
+    hidden: Float[Array, "B 1 H"]
     features: Taps
     next_ids: Int[Array, "B R"]
     count: Int[Array, "B"]
+    oracle: Int[Array, "B S"] | None = None
 
 
 def fast_rows(rows: int, batch: int) -> int:
@@ -55,25 +59,32 @@ def draft_tree(
     known: DraftState,
     length: Int[Array, "B"],
     random: Random | None,
+    rows: Int[Array, "B"] | None = None,
 ) -> tuple[tuple[KV, ...], Candidates]:
-    """The draft's new cache and the candidates of a round after `length` tokens in the target's cache.
+    """The draft's new cache and the candidates of a round after `length` tokens in the target's cache, all of which
+    the draft has read.
 
-    random: of a request, for drafts that are sampled; unused otherwise.
+    random: of a request, for drafts that are sampled; unused otherwise. rows: of the cache, see `cached_where`.
     """
-    y, cache = _extend(draft, known, length)
+    y, cache = known.hidden, known.cache
     batch, entries, total = length.shape[0], cache[0].k.shape[2], strategy.drafted_rows
     noise = draft_noise(random, length, (1 + total, d2t.shape[0])) if strategy.sampled else None
     sees = jnp.zeros((batch, 1, total), bool)  # which of the beams read in this round each current beam sees
     score = jnp.zeros((batch, 1), jnp.float32)
     numbers = jnp.full((batch, 1), -1)  # candidate numbers of the current beams; -1 is the root
     tokens, parents, scores, beams, logits = [], [], [], [], []
+    finite = jnp.ones(batch, bool)
     read = offset = noise_row = 0
     for level in range(1, strategy.depth + 1):
         level_logits = _logits(draft, y)
+        finite &= jnp.isfinite(level_logits).all(axis=(1, 2))
         noisy = None if noise is None else noise[:, noise_row : noise_row + level_logits.shape[1]]
         noise_row += level_logits.shape[1]
         ids, gains, drawn_from = _continuations(level_logits, strategy, random, noisy)
         tokens.append(d2t[ids].reshape(batch, -1))
+        if known.oracle is not None:
+            told = jnp.take_along_axis(known.oracle, (length + level)[:, None], axis=1, mode="fill", fill_value=-1)
+            tokens[-1] = jnp.where(told >= 0, told, tokens[-1])
         parents.append(jnp.repeat(numbers, strategy.top_k, axis=1))
         logits.append(drawn_from)
         if gains is not None:
@@ -88,25 +99,37 @@ def draft_tree(
             score = jnp.take_along_axis(scores[-1], chosen, axis=1)
         numbers = offset + chosen
         beams.append(numbers)
-        rows = fast_rows(count, batch) - count
+        pad = fast_rows(count, batch) - count
         hidden = jnp.take_along_axis(draft.feedback(y), parent[..., None], axis=1)
         ids = jnp.take_along_axis(tokens[-1], chosen, axis=1)
-        hidden, ids, visible = (jnp.concatenate([x, x[:, :rows]], axis=1) for x in (hidden, ids, sees))
+        hidden, ids, visible = (jnp.concatenate([x, x[:, :pad]], axis=1) for x in (hidden, ids, sees))
         positions = jnp.broadcast_to((length + level - 1)[:, None], ids.shape)
         # As in training, a layer's window looks back from the last token with target features.
-        attend = cached_where(length + read, window_mask(length, visible, entries), anchor=length - 1)
+        attend = cached_where(length + read, window_mask(length, visible, entries), length - 1, rows)
         y, cache = draft(hidden, ids, positions, attend, cache)
         y, read, offset = y[:, :count], read + count, offset + tokens[-1].shape[1]
     joined = [jnp.concatenate(x, axis=1) if x and x[0] is not None else None for x in (tokens, parents, scores)]
     expanded = jnp.concatenate([jnp.zeros((batch, 0), jnp.int32), *beams], axis=1)
-    return cache, Candidates(*joined, expanded, jnp.concatenate(logits, axis=1) if strategy.sampled else None)
+    return cache, Candidates(*joined, expanded, jnp.concatenate(logits, axis=1) if strategy.sampled else None, finite)
 
 
-def _extend(draft: DraftModel, known: DraftState, length: Int[Array, "B"]) -> tuple[Float[Array, "B 1 H"], tuple]:
-    """Reads the committed rows; returns the output at the last of them, which predicts what follows `pending`."""
-    positions = (length - known.count)[:, None] + jnp.arange(known.next_ids.shape[1])
-    y, cache = draft(draft.project(known.features), known.next_ids, positions, cached(positions), known.cache)
-    return jnp.take_along_axis(y, (known.count - 1)[:, None, None], axis=1), cache
+def extend(
+    draft: DraftModel,
+    cache: tuple[KV, ...],
+    features: Taps,
+    next_ids: Int[Array, "B R"],
+    start: Int[Array, "B"],
+    count: Int[Array, "B"],
+    rows: Int[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B 1 H"], tuple[KV, ...]]:
+    """Reads slots start .. start + count - 1, count >= 1; returns the output at the last of them and the new cache.
+
+    Rows from `count` on are leftovers; their entries are overwritten before anything sees them. rows: of the cache,
+    see `cached_where`.
+    """
+    positions = start[:, None] + jnp.arange(next_ids.shape[1])
+    y, cache = draft(draft.project(features), next_ids, positions, cached(positions, rows), cache)
+    return jnp.take_along_axis(y, (count - 1)[:, None, None], axis=1), cache
 
 
 def _logits(draft: DraftModel, y: Float[Array, "B E H"]) -> Float[Array, "B E Vd"]:

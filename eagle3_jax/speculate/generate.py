@@ -11,8 +11,10 @@ import numpy as np
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, device_sampling, spread
-from eagle3_jax.speculate.round import Committed, Models, State, Weights, cache_room, prefill, speculate
+from eagle3_jax.speculate.controller import Controller, menu, trained_acceptance
+from eagle3_jax.speculate.cost import cost_key, known_costs, measure_rounds
+from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, cut, device_sampling, spread
+from eagle3_jax.speculate.round import UNREAD, Committed, Models, State, Weights, cache_room, next_round, prefill
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled_drafts
 
 
@@ -20,12 +22,15 @@ from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled
 class Result:
     """One request. accepted[i]: draft tokens accepted in round i, before trimming at a stop; drafts[i]: the proposed
     target ids of round i, for a tree those on its best path: the accepted ones and the likeliest below them. The first
-    token comes from prefill and belongs to no round."""
+    token comes from prefill and belongs to no round. nonfinite_rounds: rounds in which the draft's logits held NaN or
+    infinities, which costs acceptance and nothing else. strategies[i]: of round i, as text."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     accepted: list[int] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
+    nonfinite_rounds: int = 0
+    strategies: list[str] = field(default_factory=list)
 
     @property
     def tau(self) -> float:
@@ -54,17 +59,22 @@ def generate(
     min_tokens: int = 0,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     sample_draft: bool = False,
+    oracle: Sequence[Sequence[int]] | None = None,
 ) -> Result | list[Result]:
     """Generates from one prompt (list of ids) or several (list of lists, run as one ragged batch).
 
-    strategy: "plain", "chain:K", "tree:DxKxN", or a list of paths (see `strategy`). temperature 0 is greedy; seed makes
-    sampling repeatable, request i of a batch uses seed + i. stop_token_ids: None = the target's end tokens, () = never
-    stop. on_tokens(i, new): called as tokens of request i are committed. finish_reason is "stop" or "length"
-    (max_new_tokens or the context limit). For the other settings see `SamplingParams`.
+    strategy: "plain", "chain:K", "tree:DxKxN", a list of paths (see `strategy`), or "auto": another one each round, by
+    what was accepted lately and by what rounds cost here (see `controller`), which the first use measures.
+    temperature 0 is greedy; seed makes sampling repeatable, request i of a batch uses seed + i. stop_token_ids: None =
+    the target's end tokens, () = never stop. on_tokens(i, new): called as tokens of request i are committed.
+    finish_reason is "stop" or "length" (max_new_tokens or the context limit). For the other settings see
+    `SamplingParams`.
 
     sampling: all settings at once, one set or one for each prompt, in place of the single keywords.
     sample_draft: draft tokens are drawn from the draft's distribution and verified by the p/q rule; by default they are
     its likeliest ones. Both leave the target's distribution as it is; only the latter keeps the text of a seed as well.
+    oracle: for measuring, with chains: known answers, one for each prompt. The draft works as ever, but their tokens
+    are proposed in place of its own, so that all are accepted where the target would say the same.
 
     The draft may be used beyond its own context window: positions are computed, not looked up, so that its tokens may
     be accepted less often there, and nothing else. Raises UserError on an impossible request.
@@ -83,56 +93,136 @@ def generate(
     for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         check_prompt(i, prompt, target)
         check_params(wanted, target.config.vocab_size)
-    shape = _checked_strategy(strategy, draft)
-    models, weights = pair(target, draft if shape.depth else None)
-    if sample_draft and shape.depth and not all(p.is_greedy for p in params):
-        shape = with_sampled_drafts(shape)
+    strategies = strategies_of(strategy, draft)
+    if sample_draft and not all(p.is_greedy for p in params):
+        strategies = [with_sampled_drafts(shape) if shape.depth else shape for shape in strategies]
     stops = [p.stops(target) for p in params]
-    limits = [min(p.max_new_tokens, target.config.max_positions - len(i)) for p, i in zip(params, prompts, strict=True)]
+    limits = _limits(target, prompts, params)
     results = [Result() for _ in prompts]
 
-    ids, lengths = pad_prompts(prompts)
-    entries = cache_entries(target, prompts, limits, shape)
-    state, first = prefill(models, entries, shape, weights, ids, lengths, device_sampling(target, prompts, params))
+    models, weights, state, first = _begin(target, draft, prompts, params, strategies)
+    if oracle is not None:
+        state = _with_oracle(state, prompts, oracle, strategies)
     for i, token in enumerate(np.asarray(first)):
         _commit(results, i, [int(token)], limits, stops, on_tokens)
-    rounds = _rounds(models, shape, weights, state, ahead=jax.default_backend() != "cpu")
+    depth = max(shape.depth for shape in strategies)
+    controller = Controller(depth, trained_acceptance(draft)) if len(strategies) > 1 else None
+    costs = None
+    if controller is not None and any(r.finish_reason is None for r in results):
+        costs, state = _costs(target, draft, models, weights, strategies, state)
+
+    def choose() -> Strategy:
+        return strategies[0] if controller is None else controller.next(costs)
+
+    rounds = _rounds(models, weights, state, choose, ahead=jax.default_backend() != "cpu")
     while any(r.finish_reason is None for r in results):
-        tokens, accepted, drafts = next(rounds)
-        for i, result in enumerate(results):
-            if result.finish_reason is None:
-                result.accepted.append(int(accepted[i]))
-                result.drafts.append([token for token in drafts[i].tolist() if token >= 0])
-                _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)
+        shape, (tokens, accepted, drafts, finite) = next(rounds)
+        running = [i for i, result in enumerate(results) if result.finish_reason is None]
+        if controller is not None:
+            controller.observe(shape, accepted[running].tolist())
+        for i in running:
+            results[i].nonfinite_rounds += int(not finite[i])
+            results[i].strategies.append(shape.text)
+            results[i].accepted.append(int(accepted[i]))
+            results[i].drafts.append([token for token in drafts[i].tolist() if token >= 0])
+            _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)
     return results[0] if single else results
 
 
-def _rounds(models: Models, strategy: Strategy, weights: Weights, state: State, ahead: bool) -> Iterator[Committed]:
-    """Outcomes of one round after the other, fetched, without end.
+def warm_up(
+    target: Target,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]],
+    strategy: str | Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    oracle: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Compiles all that `generate` needs for such prompts with these settings, and runs each program once."""
+    strategies, params = strategies_of(strategy, draft), spread(sampling, len(prompts))
+    models, weights, state, _ = _begin(target, draft, prompts, params, strategies)
+    if oracle is not None:
+        state = _with_oracle(state, prompts, oracle, strategies)
+    if len(strategies) > 1:
+        _, state = _costs(target, draft, models, weights, strategies, state)
+    unread = 0
+    for shape in strategies:
+        state, committed, unread = next_round(models, shape, weights, state, unread)
+        jax.block_until_ready(committed)
+
+
+def _begin(target: Target, draft: Draft | None, prompts, params: Sequence[SamplingParams], strategies: list[Strategy]):
+    """The pair, the state after reading the prompts, and the first token of each."""
+    models, weights = pair(target, draft if any(shape.depth for shape in strategies) else None)
+    ids, lengths = pad_prompts(prompts)
+    entries = cache_entries(target, prompts, _limits(target, prompts, params), *strategies)
+    state, first = prefill(models, entries, weights, ids, lengths, device_sampling(target, prompts, params))
+    return models, weights, state, first
+
+
+def _limits(target: Target, prompts, params: Sequence[SamplingParams]) -> list[int]:
+    """The most new tokens of each request."""
+    window = target.config.max_positions
+    return [min(p.max_new_tokens, window - len(prompt)) for p, prompt in zip(params, prompts, strict=True)]
+
+
+def _with_oracle(state: State, prompts, answers: Sequence[Sequence[int]], strategies: list[Strategy]) -> State:
+    if len(answers) != len(prompts) or not all(shape.is_chain and shape.depth for shape in strategies):
+        raise UserError("an oracle proposes known answers / give one for each prompt, and a chain as strategy")
+    known = np.full((len(prompts), state.cache[0].k.shape[2]), -1, np.int32)
+    for row, prompt, answer in zip(known, prompts, answers, strict=True):
+        text = [*prompt, *answer][: len(row)]
+        row[: len(text)] = text
+    return state._replace(draft=state.draft._replace(oracle=jnp.asarray(known)))
+
+
+def _rounds(
+    models: Models, weights: Weights, state: State, choose: Callable[[], Strategy], ahead: bool
+) -> Iterator[tuple[Strategy, Committed]]:
+    """Outcomes of one round after the other, fetched, without end, each with the strategy that was chosen for it.
 
     ahead: the next round is dispatched before an outcome is fetched, so that an accelerator need not wait for the host.
     Whoever stops asking leaves one round unused.
     """
-    dispatched: deque[Committed] = deque()
+    dispatched: deque[tuple[Strategy, Committed]] = deque()
+    unread = 0
     while True:
-        state, committed = speculate(models, strategy, weights, state)
-        dispatched.append(committed)
+        strategy = choose()
+        state, committed, unread = next_round(models, strategy, weights, state, unread)
+        dispatched.append((strategy, committed))
         if len(dispatched) > ahead:
             yield jax.device_get(dispatched.popleft())
 
 
-def _checked_strategy(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> Strategy:
-    shape = parse_strategy(strategy)
-    if not shape.depth:
-        return shape
-    if draft is None:
+def _costs(
+    target: Target, draft: Draft, models: Models, weights: Weights, strategies: Sequence[Strategy], state: State
+):
+    """Seconds a round of each strategy in batches like `state`, and the state, which may have been used to measure."""
+    used = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.sampling)]
+    drafts = ["sampled drafts"] if any(strategy.sampled for strategy in strategies) else []
+    key = cost_key(target, draft, state.pending.shape[0], state.cache[0].k.shape[2], used + drafts)
+
+    def measure() -> dict[Strategy, float]:
+        nonlocal state
+        measured, state = measure_rounds(models, weights, strategies, state)
+        return measured
+
+    return known_costs(key, strategies, measure), state
+
+
+def strategies_of(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> list[Strategy]:
+    """The strategies that rounds may have: one, or several for "auto"."""
+    is_auto = isinstance(strategy, str) and strategy == "auto"
+    shapes = [] if is_auto else [parse_strategy(strategy)]
+    if draft is None and (is_auto or shapes[0].depth):
         raise UserError(f"strategy {strategy} needs a draft / pass a draft or use plain")
-    if shape.top_k > draft.config.draft_vocab_size:
+    if is_auto:
+        return menu(draft)
+    if shapes[0].depth and shapes[0].top_k > draft.config.draft_vocab_size:
         raise UserError(
-            f"strategy {strategy} wants the {shape.top_k} likeliest tokens, the draft's vocabulary has "
+            f"strategy {strategy} wants the {shapes[0].top_k} likeliest tokens, the draft's vocabulary has "
             f"{draft.config.draft_vocab_size} / lower K"
         )
-    return shape
+    return shapes
 
 
 def pair(target: Target, draft: Draft | None) -> tuple[Models, Weights]:
@@ -151,6 +241,17 @@ def window_warning(draft: Draft, target: Target) -> str | None:
     return f"note: the draft was made for {own} positions, the target for {window}; beyond {own} it may be right less"
 
 
+def nonfinite_warning(results: Sequence[Result]) -> str | None:
+    """One line when a draft's logits held NaN or infinities in some rounds, else None."""
+    rounds, broken = sum(len(r.accepted) for r in results), sum(r.nonfinite_rounds for r in results)
+    if not broken:
+        return None
+    return (
+        f"note: the draft's logits were not finite in {broken} of {rounds} rounds; the text is the target's all the "
+        f"same, but the draft is damaged, or its dtype is too narrow"
+    )
+
+
 def pad_prompts(prompts: list[list[int]]) -> tuple[jax.Array, jax.Array]:
     """int32 [B, P] padded on the right to `padded_length` (so that few shapes are compiled), and lengths [B]."""
     ids = np.zeros((len(prompts), padded_length(max(map(len, prompts)))), np.int32)
@@ -165,11 +266,12 @@ def padded_length(tokens: int) -> int:
 
 
 def cache_entries(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], strategy: Strategy
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], *strategies: Strategy
 ) -> int:
     """Length of the caches for prompts with at most so many new tokens each: a power of two from 128 on, but no more
     than the target's context takes. With `padded_length` it decides which programs a batch needs."""
-    window, room = target.config.max_positions, cache_room(strategy, len(prompts))
+    window, room = target.config.max_positions, max(cache_room(strategy, len(prompts)) for strategy in strategies)
+    room = max(room, UNREAD if len(strategies) > 1 else 0)
     longest = max(min(len(p) + new, window) for p, new in zip(prompts, max_new_tokens, strict=True))
     entries = min(_power_of_two(longest + room, 128), round_up(window + room, 128))
     return max(entries, padded_length(max(map(len, prompts))))
@@ -185,15 +287,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def _commit(results, i, new, limits, stops, on_tokens) -> None:
     """Appends tokens up to the first stop token or the limit, wherever in the block it lies."""
-    result, kept = results[i], []
-    for token in new:
-        kept.append(token)
-        if token in stops[i]:
-            result.finish_reason = "stop"
-        elif len(result.tokens) + len(kept) >= limits[i]:
-            result.finish_reason = "length"
-        if result.finish_reason is not None:
-            break
-    result.tokens += kept
+    kept, results[i].finish_reason = cut(new, limits[i] - len(results[i].tokens), stops[i])
+    results[i].tokens += kept
     if on_tokens is not None:
         on_tokens(i, kept)

@@ -118,10 +118,22 @@ def spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> lis
     return [p if p.seed is not None else dataclasses.replace(p, seed=secrets.randbits(31)) for p in params]
 
 
+def cut(new: Sequence[int], room: int, stops: Collection[int]) -> tuple[list[int], str | None]:
+    """The tokens of a block that count, and why the answer ends with them, if it does: "stop" with the first stop
+    token, wherever in the block it lies, which is kept; "length" with the last token that there is room for."""
+    for count, token in enumerate(new, start=1):
+        if token in stops or count >= room:
+            return list(new[:count]), "stop" if token in stops else "length"
+    return list(new), None
+
+
 def device_sampling(
-    target: Target, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    target: Target, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], complete: bool = False
 ) -> Sampling | None:
-    """The batch's settings as arrays; None where all requests are greedy and nothing else is set."""
+    """The batch's settings as arrays; None where all requests are greedy and nothing else is set.
+
+    complete: no field is None, whatever is used: one shape for all settings.
+    """
     size, vocabulary = len(params), target.config.vocab_size
     random = penalties = bias = minimum = None
 
@@ -129,9 +141,9 @@ def device_sampling(
         return jnp.asarray([getattr(p, name) for p in params], jnp.float32)
 
     def used(*names: str) -> bool:
-        return any(getattr(p, name) != getattr(SamplingParams, name) for p in params for name in names)
+        return complete or any(getattr(p, name) != getattr(SamplingParams, name) for p in params for name in names)
 
-    if not all(p.is_greedy for p in params):
+    if complete or not all(p.is_greedy for p in params):
         keys = jax.vmap(jax.random.key)(jnp.asarray([p.seed % 2**32 for p in params], jnp.uint32))
         temperature = jnp.asarray([0.0 if p.is_greedy else p.temperature for p in params], jnp.float32)
         top_k = jnp.asarray([min(p.top_k, vocabulary) for p in params], jnp.int32) if used("top_k") else None
@@ -143,7 +155,7 @@ def device_sampling(
             row[list(prompt)] = True
         rates = [column(name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")]
         penalties = Penalties(*rates, jnp.asarray(seen), jnp.zeros((size, vocabulary), jnp.int32))
-    if any(p.logit_bias for p in params):
+    if complete or any(p.logit_bias for p in params):
         added = np.zeros((size, vocabulary), np.float32)
         for row, p in zip(added, params, strict=True):
             for token, value in (p.logit_bias or {}).items():

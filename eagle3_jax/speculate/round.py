@@ -1,12 +1,13 @@
 """One compiled round of speculation, and the prefill before it (spec sections 7.1 to 7.3).
 
-    draft    `drafting`: the draft reads the tokens committed last and grows a tree of continuations
+    draft    `drafting`: the draft grows a tree of continuations of what it has read
     verify   the target reads the pending token and the tree's nodes at once, each seeing its own ancestors; `verify`
              walks down while a child holds the token that the target chooses (argmax, or a sample)
     commit   accepted drafts and one more token of the target; the accepted nodes' KV entries are moved into place, the
-             others stay behind and are overwritten
+             others stay behind and are overwritten; the draft reads what was committed
 
-Plain decoding is a tree of the root alone, a chain a tree of one path. Shapes are fixed, caches are donated.
+Plain decoding is a tree of the root alone, a chain a tree of one path. Shapes are fixed, caches are donated. A state
+fits rounds of every strategy, so that each round may have another one: see `next_round`.
 """
 
 import functools
@@ -14,18 +15,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.models.attention import KV, cached_where, causal, empty_cache, finite
 from eagle3_jax.models.llama import LlamaForCausalLM
 from eagle3_jax.models.weights import Graph, Params
-from eagle3_jax.speculate.drafting import DraftState, draft_tree, fast_rows, window_mask
+from eagle3_jax.speculate.drafting import DraftState, draft_tree, extend, fast_rows, window_mask
 from eagle3_jax.speculate.sampling import Sampling, choose, observe
 from eagle3_jax.speculate.strategy import Strategy
-from eagle3_jax.speculate.tree import Candidates, build_tree
+from eagle3_jax.speculate.tree import Candidates, Tree, build_tree
 from eagle3_jax.speculate.verify import Proposal, walk
-from eagle3_jax.taps import LastHidden, TapSet
+from eagle3_jax.taps import LastHidden, Taps, TapSet
+
+UNREAD = 16  # slots that plain rounds may leave to the draft; reading them together costs little more than reading one
 
 
 class State(NamedTuple):
@@ -43,11 +46,13 @@ class State(NamedTuple):
 
 class Committed(NamedTuple):
     """Outcome of a round. tokens[b, : accepted[b] + 1] are new; drafts [B, D] are the target ids on the best path: the
-    accepted ones, then the likeliest below them; -1 where a tree is not as deep."""
+    accepted ones, then the likeliest below them; -1 where a tree is not as deep. finite: whether the draft's logits
+    were all finite."""
 
     tokens: Int[Array, "B rows"]
     accepted: Int[Array, "B"]
     drafts: Int[Array, "B D"]
+    finite: Bool[Array, "B"]
 
 
 class Models(NamedTuple):
@@ -67,44 +72,21 @@ class Weights(NamedTuple):
 
 
 def cache_room(strategy: Strategy, batch: int) -> int:
-    """Cache entries beyond the committed tokens that a round may write."""
+    """Cache entries beyond the committed tokens that a round may write. Where strategies take turns it is the most that
+    any of them needs, and no less than UNREAD."""
     return fast_rows(max(strategy.nodes, strategy.drafted_rows + 1, strategy.depth + 1), batch)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def prefill(
     models: Models,
     cache_length: int,
-    strategy: Strategy,
     weights: Weights,
     ids: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
 ) -> tuple[State, Int[Array, "B"]]:
-    """Reads ragged prompts ids [B, P] of `lengths` tokens. Returns the state and the first new token of each.
-
-    The state is ready for rounds of `strategy`, which changes no compiled program here.
-    """
-    state, first = _read_prompts(models, cache_length, weights, ids, lengths, sampling)
-    if state.draft is None:
-        return state, first
-    known = (state.draft.features, state.draft.next_ids)
-    widened = jax.tree.map(lambda x: jnp.repeat(x, strategy.depth + 1, axis=1), known)
-    return state._replace(draft=DraftState(state.draft.cache, *widened, state.draft.count)), first
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _read_prompts(
-    models: Models,
-    cache_length: int,
-    weights: Weights,
-    ids: Int[Array, "B P"],
-    lengths: Int[Array, "B"],
-    sampling: Sampling | None,
-) -> tuple[State, Int[Array, "B"]]:
-    """The compiled part of `prefill`; the draft's state has one row, the last slot of the prompt.
-
-    The first round extends over that slot: its entries are written once more, to the same values.
-    """
+    """Reads ragged prompts ids [B, P] of `lengths` tokens. Returns the state and the first new token of each."""
     target: LlamaForCausalLM = models.target.merge(weights.target)
     batch, width = ids.shape
     positions = jnp.broadcast_to(jnp.arange(width), ids.shape)
@@ -122,9 +104,10 @@ def _read_prompts(
     draft_cache = empty_cache(shape.num_layers, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
     next_ids = jnp.where(positions == lengths[:, None] - 1, first[:, None], jnp.roll(ids, -1, axis=1))
     taps = taps.map(lambda a: a.astype(dtype))
-    _, draft_cache = draft(draft.project(taps), next_ids, positions, _fill_cache, draft_cache)
-    features = taps.map(lambda a: _row(a, lengths - 1))
-    state = DraftState(draft_cache, features, first[:, None], jnp.ones(batch, jnp.int32))
+    y, draft_cache = draft(draft.project(taps), next_ids, positions, _fill_cache, draft_cache)
+    unread = taps.map(lambda a: jnp.zeros((batch, UNREAD, a.shape[-1]), dtype))
+    nothing = jnp.zeros((batch, UNREAD), jnp.int32), jnp.zeros(batch, jnp.int32)
+    state = DraftState(draft_cache, _row(y, lengths - 1), unread, *nothing)
     return State(cache, lengths, first, state, sampling), first
 
 
@@ -132,53 +115,143 @@ def _read_prompts(
 def speculate(models: Models, strategy: Strategy, weights: Weights, state: State) -> tuple[State, Committed]:
     """One round; a plain decoding step if the strategy has no draft tokens.
 
+    A round with draft tokens takes a state whose draft has read everything (`catch_up`) and returns such a state. A
+    plain round leaves its slot to be read; without a draft there is nothing to keep.
     A request that has come to the end of its cache stays there and goes on writing over its own last entries.
+    """
+    state, verified = verify(models, strategy, weights, state)
+    state, committed, _ = commit(models, strategy, weights, state, verified)
+    return state, committed
+
+
+class Verified(NamedTuple):
+    """The first half of a round: the tree, and the target's logits and features at its nodes."""
+
+    tree: Tree
+    logits: Float[Array, "B N V"]
+    taps: Taps | None
+    candidates: Candidates
+
+
+def verify(
+    models: Models, strategy: Strategy, weights: Weights, state: State, rows: Int[Array, "B"] | None = None
+) -> tuple[State, Verified]:
+    """The draft grows a tree and the target reads it, inside of jit.
+
+    rows: the rows of the caches that the requests have (see `cached_where`), None = request b has row b; all else in
+    the state has a row for each request.
     """
     target: LlamaForCausalLM = models.target.merge(weights.target)
     batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
-    room = cache_room(strategy, batch)
     random = None if state.sampling is None else state.sampling.random
+    candidates = _no_candidates(batch)
     if strategy.depth and models.draft is not None:
         draft: DraftModel = models.draft.merge(weights.draft)
-        draft_cache, candidates = draft_tree(draft, weights.d2t, strategy, state.draft, state.length, random)
-        proposal = Proposal(candidates.logits, weights.d2t) if strategy.sampled else None
-    else:
-        draft_cache, candidates, proposal = None, _no_candidates(batch), None
+        draft_cache, candidates = draft_tree(draft, weights.d2t, strategy, state.draft, state.length, random, rows)
+        state = state._replace(draft=state.draft._replace(cache=draft_cache))
     tree = build_tree(strategy, state.pending, candidates)
 
     pad = fast_rows(strategy.nodes, batch) - strategy.nodes
     ids, depth = (jnp.pad(x, ((0, 0), (0, pad))) for x in (tree.tokens, tree.depth))
     sees = jnp.pad(tree.sees, ((0, 0), (0, pad), (0, pad))) | jnp.eye(strategy.nodes + pad, dtype=bool)
-    attend = cached_where(state.length, window_mask(state.length, sees, entries))
+    attend = cached_where(state.length, window_mask(state.length, sees, entries), rows=rows)
     last, taps, cache = target(ids, state.length[:, None] + depth, attend, state.cache, models.taps)
-    steps = walk(strategy, tree, target.logits(last)[:, : strategy.nodes], state.length, state.sampling, proposal)
+    verified = Verified(tree, target.logits(last)[:, : strategy.nodes], taps, candidates)
+    return state._replace(cache=cache), verified
 
-    if not strategy.is_chain:
-        cache = _compact(cache, state.length, steps.path[:, 1:])
+
+def commit(
+    models: Models,
+    strategy: Strategy,
+    weights: Weights,
+    state: State,
+    verified: Verified,
+    rows: Int[Array, "B"] | None = None,
+) -> tuple[State, Committed, Float[Array, "B levels V"]]:
+    """The walk down the tree and what follows from it, inside of jit; also the target's logits that each of
+    `Committed.tokens` was chosen from. rows: as in `verify`."""
+    batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
+    tree, logits, taps, candidates = verified
+    proposal = Proposal(candidates.logits, weights.d2t) if strategy.sampled else None
+    steps = walk(strategy, tree, logits, state.length, state.sampling, proposal)
+    cache = state.cache if strategy.is_chain else _compact(state.cache, state.length, steps.path[:, 1:], rows)
     count = steps.accepted + 1
-    draft_state = None
-    if draft_cache is not None:
+    draft_state = state.draft
+    if draft_state is not None:
         # A committed node's successor is the next token of the walk, up to the pending token.
-        features = taps.map(lambda a: _rows(a, steps.path).astype(state.draft.features.arrays[0].dtype))
-        draft_state = DraftState(draft_cache, features, steps.tokens, count)
+        features = taps.map(lambda a: _rows(a, steps.path).astype(draft_state.hidden.dtype))
+        if strategy.depth:
+            draft: DraftModel = models.draft.merge(weights.draft)
+            read = extend(draft, draft_state.cache, features, steps.tokens, state.length, count, rows)
+            draft_state = draft_state._replace(hidden=read[0], cache=read[1])
+        else:
+            draft_state = _leave(draft_state, features, steps.tokens)
     pending = jnp.take_along_axis(steps.tokens, steps.accepted[:, None], axis=1)[:, 0]
-    length = jnp.minimum(state.length + count, entries - room)
+    length = jnp.minimum(state.length + count, entries - cache_room(strategy, batch))
     new = State(cache, length, pending, draft_state, steps.sampling)
-    return new, Committed(steps.tokens, steps.accepted, steps.drafts)
+    committed = Committed(steps.tokens, steps.accepted, steps.drafts, candidates.finite)
+    return new, committed, _rows(logits, steps.path)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def catch_up(models: Models, weights: Weights, state: State) -> State:
+    """The draft reads the slots that plain rounds have left."""
+    return state._replace(draft=read_unread(models, weights, state.draft, state.length))
+
+
+def read_unread(
+    models: Models, weights: Weights, left: DraftState, length: Int[Array, "B"], rows: Int[Array, "B"] | None = None
+) -> DraftState:
+    """`catch_up` inside of jit. rows: as in `verify`."""
+    draft: DraftModel = models.draft.merge(weights.draft)
+    start, count = length - left.count, jnp.maximum(left.count, 1)
+    hidden, cache = extend(draft, left.cache, left.features, left.next_ids, start, count, rows)
+    hidden = jnp.where((left.count > 0)[:, None, None], hidden, left.hidden)
+    return left._replace(cache=cache, hidden=hidden, count=jnp.zeros_like(left.count))
+
+
+def next_round(
+    models: Models, strategy: Strategy, weights: Weights, state: State, unread: int
+) -> tuple[State, Committed, int]:
+    """`speculate` where strategies take turns: the draft catches up first if it must.
+
+    unread: the plain rounds since it last did, as returned by the call before; 0 at first. Requests that have joined
+    the batch meanwhile have fewer slots to read.
+    """
+    if unread and state.draft is not None and (strategy.depth or unread == UNREAD):
+        state, unread = catch_up(models, weights, state), 0
+    state, committed = speculate(models, strategy, weights, state)
+    return state, committed, 0 if strategy.depth else unread + 1
+
+
+def _leave(left: DraftState, features: Taps, tokens: Int[Array, "B 1"]) -> DraftState:
+    """The draft's state with one more slot to read."""
+    rows = jnp.arange(tokens.shape[0])
+
+    def append(kept: Array, new: Array) -> Array:
+        return kept.at[rows, left.count].set(new[:, 0], mode="drop")
+
+    arrays = [append(kept, new) for kept, new in zip(left.features.arrays, features.arrays, strict=True)]
+    kept = left._replace(features=Taps(arrays, features.tap_set), next_ids=append(left.next_ids, tokens))
+    return kept._replace(count=left.count + 1)
 
 
 def _no_candidates(batch: int) -> Candidates:
     nothing = jnp.zeros((batch, 0), jnp.int32)
-    return Candidates(nothing, nothing, None, nothing, None)
+    return Candidates(nothing, nothing, None, nothing, None, jnp.ones(batch, bool))
 
 
-def _compact(cache: tuple[KV, ...], length: Int[Array, "B"], path: Int[Array, "B D"]) -> tuple[KV, ...]:
+def _compact(
+    cache: tuple[KV, ...], length: Int[Array, "B"], path: Int[Array, "B D"], rows: Int[Array, "B"] | None
+) -> tuple[KV, ...]:
     """Moves the entries of the path's nodes to where their tokens belong: node path[:, i] to entry length + 1 + i."""
+    rows = jnp.arange(length.shape[0]) if rows is None else rows
+    source, target = length[:, None] + path, length[:, None] + 1 + jnp.arange(path.shape[1])
 
-    def move(entries, start, nodes):
-        return jax.lax.dynamic_update_slice(entries, entries[:, start + nodes], (0, start + 1, 0))
+    def move(entries):
+        return entries.at[rows[:, None], :, target].set(entries[rows[:, None], :, source], mode="drop")
 
-    return jax.tree.map(lambda entries: jax.vmap(move)(entries, length, path), cache)
+    return jax.tree.map(move, cache)
 
 
 def _row(x: Float[Array, "B T H"], index: Int[Array, "B"]) -> Float[Array, "B 1 H"]:

@@ -15,8 +15,8 @@ import numpy as np
 
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.generate import pad_prompts, padded_length, pair, round_up
-from eagle3_jax.speculate.request import SamplingParams, device_sampling
-from eagle3_jax.speculate.round import State, prefill, speculate
+from eagle3_jax.speculate.request import SamplingParams, cut, device_sampling
+from eagle3_jax.speculate.round import Committed, State, prefill, speculate
 from eagle3_jax.speculate.strategy import PLAIN
 
 _GROUP = 4  # prompts read together: enough rows for a fast matmul, few enough that slots do not wait for each other
@@ -51,7 +51,8 @@ def generate_many(
     stop = frozenset(target.eos_token_ids) if stop is None else stop
     cache_length = max(padded_length(max_prompt), round_up(max_prompt + max_new_tokens + 2, 64))
     queue, active = deque(requests), [None] * slots
-    state = None
+    state, ahead = None, jax.default_backend() != "cpu"  # as in `generate`
+    dispatched: deque[tuple[Committed, list[Request | None]]] = deque()
     while queue or any(active):
         free = [slot for slot, request in enumerate(active) if request is None]
         if queue and (len(free) >= min(_GROUP, slots) or not any(active)):
@@ -64,10 +65,13 @@ def generate_many(
                 request.tokens.append(int(token))
         else:
             state, committed = speculate(models, PLAIN, weights, state)
-            tokens = np.asarray(committed.tokens)[:, 0]
-            for slot, request in enumerate(active):
-                if request is not None:
-                    request.tokens.append(int(tokens[slot]))
+            dispatched.append((committed, list(active)))
+            if len(dispatched) > ahead:
+                committed, took_part = dispatched.popleft()
+                tokens = np.asarray(committed.tokens)[:, 0]
+                for slot, request in enumerate(took_part):
+                    if request is not None and request is active[slot]:
+                        request.tokens.append(int(tokens[slot]))
         for slot, request in enumerate(active):
             if request is not None and _ended(request, stop, max_new_tokens, window):
                 active[slot] = None
@@ -76,8 +80,8 @@ def generate_many(
 
 def _ended(request: Request, stop: frozenset[int], max_new_tokens: int, window: int) -> bool:
     """Stopped, long enough, or at the end of the target's context."""
-    full = len(request.prompt) + len(request.tokens) >= window
-    return request.tokens[-1] in stop or len(request.tokens) >= max_new_tokens or full
+    room = min(max_new_tokens, window - len(request.prompt)) - len(request.tokens) + 1
+    return cut(request.tokens[-1:], room, stop)[1] is not None
 
 
 def _read_prompts(target, models, weights, group: list[Request], cache_length: int, temperature, top_p, seed):
@@ -86,7 +90,7 @@ def _read_prompts(target, models, weights, group: list[Request], cache_length: i
     prompts = [request.prompt for request in padded]
     params = [SamplingParams(1, temperature, top_p, seed=seed + request.index) for request in padded]
     sampling = device_sampling(target, prompts, params)
-    state, first = prefill(models, cache_length, PLAIN, weights, *pad_prompts(prompts), sampling)
+    state, first = prefill(models, cache_length, weights, *pad_prompts(prompts), sampling)
     return state, np.asarray(first)
 
 

@@ -36,6 +36,15 @@ class Strategy:
     sampled: bool = False
 
     @property
+    def text(self) -> str:
+        """As `parse_strategy` takes it; of a static tree its paths."""
+        if not self.depth:
+            return "plain"
+        if self.is_chain:
+            return f"chain:{self.depth}"
+        return f"tree:{self.depth}x{self.top_k}x{self.nodes}" if self.paths is None else str(list(self.paths))
+
+    @property
     def is_chain(self) -> bool:
         """Each node has at most one child, so that nodes lie in the cache as the tokens of a text would."""
         return self.top_k == 1
@@ -108,7 +117,7 @@ def parse_strategy(strategy: str | Iterable[Sequence[int]]) -> Strategy:
     if kind == "tree" and len(fields) == 3 and min(fields) >= 1 and fields[0] <= MAX_DEPTH and fields[2] >= 2:
         return _dynamic(strategy, *fields)
     raise UserError(
-        f"strategy {strategy!r} is not known / use plain, chain:K, or tree:DxKxN: D levels of the K likeliest "
+        f"strategy {strategy!r} is not known / use plain, auto, chain:K, or tree:DxKxN: D levels of the K likeliest "
         f"continuations, N verified nodes with the root; K of a chain and D go from 1 to {MAX_DEPTH}, N from 2"
     )
 

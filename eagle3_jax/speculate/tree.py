@@ -18,7 +18,7 @@ class Candidates(NamedTuple):
 
     tokens: target ids. parents: candidate above, -1 for the root. scores: cumulative log probability, None if the tree
     is static. beams: [B, E], the candidates that were expanded. logits: [B, 1 + E, Vd], of the root and of each beam,
-    from which their children were drawn; None unless drafts are sampled.
+    from which their children were drawn; None unless drafts are sampled. finite: whether all the draft's logits were.
     """
 
     tokens: Int[Array, "B C"]
@@ -26,6 +26,7 @@ class Candidates(NamedTuple):
     scores: Float[Array, "B C"] | None
     beams: Int[Array, "B E"]
     logits: Float[Array, "B rows Vd"] | None
+    finite: Bool[Array, "B"]
 
 
 class Tree(NamedTuple):

@@ -1,8 +1,8 @@
 """From files to batches: read, tokenise, pack, choose the draft vocabulary, and a repeatable order of rows."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from eagle3_jax.data.foreign import identify
 from eagle3_jax.data.foreign.masks import with_masks
 from eagle3_jax.data.foreign.sample import Sample
 from eagle3_jax.data.packing import Packed, pack
-from eagle3_jax.data.records import Conversation, read_records
-from eagle3_jax.data.template import Document, tokenise
+from eagle3_jax.data.records import TokenRow, read_records
+from eagle3_jax.data.template import DEFAULT, ChatOptions, Document, tokenise
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.training.step import Batch
@@ -20,24 +20,41 @@ from eagle3_jax.training.step import Batch
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised records of one or more files; `refused` counts rows whose borders do not survive tokenisation.
+    """Tokenised records of one or more files, of each its source (the record's `source` key, or the file's name).
 
-    samples: of each item its stored features, where that is what the files hold.
+    refused: rows whose borders do not survive tokenisation. duplicates: documents that say the same as an earlier one;
+    `dropped` of them are not among the items. samples: of each item its stored features, where that is what the files
+    hold.
     """
 
     items: list[Document]
-    refused: int
-    first_refusal: str | None
+    sources: list[str]
+    refused: int = 0
+    first_refusal: str | None = None
+    duplicates: int = 0
+    dropped: int = 0
     samples: list[Sample] | None = None
 
+    def words(self) -> str:
+        """The counts that a user should look at, in one line."""
+        return f"{self.duplicates} duplicates{' dropped' if self.dropped else ''}, {self.refused} rows refused" + (
+            f" (first: {self.first_refusal})" if self.first_refusal else ""
+        )
 
-def read_documents(files: str | list[str], target: Target, loss_masks: str | None = None) -> Documents:
+
+def read_documents(
+    files: str | list[str],
+    target: Target,
+    loss_masks: str | None = None,
+    options: ChatOptions = DEFAULT,
+    drop_duplicates: bool = False,
+) -> Documents:
     """Reads and tokenises training files, or opens stored features (tokens and masks; states stay on disk).
 
     Rows that cannot be masked exactly are left out and counted; nothing is left out of stored features. loss_masks: see
     config.StoredConfig.
-    Raises UserError for unreadable files, conversations without a tokenizer, JSONL and stored features in one list, or
-    if more than a tenth of the rows had to be left out.
+    Raises UserError for unreadable files, conversations without a tokenizer, records and stored features in one list,
+    or if more than a tenth of the rows had to be left out.
     """
     files = [files] if isinstance(files, str) else files
     kinds = {foreign.is_stored(file) for file in files}
@@ -45,18 +62,27 @@ def read_documents(files: str | list[str], target: Target, loss_masks: str | Non
         raise UserError(f"JSONL and stored features in one list / {', '.join(files)} / train on one kind")
     if kinds == {True}:
         return _stored_documents(files, target, loss_masks)
-    records = [r for file in files for r in read_records(Path(file))]
-    chats = any(isinstance(record, Conversation) for record in records)
+    records = [r for file in files for r in read_records(file)]
+    chats = any(not isinstance(record, TokenRow) for record in records)
     tokenizer = target.require_tokenizer() if chats else None
-    items, refusals = [], []
+    items, sources, refusals, seen, duplicates = [], [], [], set(), 0
     for record in records:
         try:
-            items.append(tokenise(tokenizer, record, target.config.vocab_size))
+            documents = tokenise(tokenizer, record, target.config.vocab_size, options)
         except UserError as error:
             refusals.append(str(error))
+            continue
+        for ids, mask in documents:
+            known = hashlib.sha256(ids.tobytes() + mask.tobytes()).digest()
+            duplicates += known in seen
+            if known not in seen or not drop_duplicates:
+                items.append((ids, mask))
+                sources.append(record.source)
+            seen.add(known)
     if len(refusals) > 0.1 * len(records):
         raise UserError(f"{len(refusals)} of {len(records)} rows cannot be used / first: {refusals[0]}")
-    return Documents(items, len(refusals), refusals[0] if refusals else None)
+    dropped = duplicates if drop_duplicates else 0
+    return Documents(items, sources, len(refusals), refusals[0] if refusals else None, duplicates, dropped)
 
 
 def _stored_documents(files: list[str], target: Target, loss_masks: str | None) -> Documents:
@@ -64,14 +90,35 @@ def _stored_documents(files: list[str], target: Target, loss_masks: str | None) 
     for sample in samples:
         identify.check_fits(sample, target)
     samples = with_masks(samples, loss_masks)
-    return Documents([(sample.input_ids, sample.loss_mask) for sample in samples], 0, None, samples)
+    items = [(sample.input_ids, sample.loss_mask) for sample in samples]
+    return Documents(items, [sample.path.parent.name for sample in samples], samples=samples)
 
 
-def pack_documents(documents: list[Document], length: int, where: str | list[str]) -> Packed:
+def pack_documents(
+    documents: list[Document], length: int, where: str | list[str], drop_overlong: bool = False
+) -> Packed:
     try:
-        return pack(documents, length)
+        return pack(documents, length, drop_overlong)
     except UserError as error:
         raise UserError(f"{error} / {where}") from error
+
+
+def data_warnings(documents: Documents, packed: Packed, heldout: Documents) -> list[str]:
+    """What is likely a mistake in the data, in words."""
+    report, warnings = packed.report, []
+    if report.unsupervised_documents > 0.1 * report.documents:
+        warnings.append(
+            f"{report.unsupervised_documents} of {report.documents} documents have nothing supervised / does the chat "
+            "template fit the data? / eagle3 data preview shows it"
+        )
+    seen = {ids.tobytes() for ids, _ in documents.items}
+    leaked = sum(ids.tobytes() in seen for ids, _ in heldout.items)
+    if leaked:
+        warnings.append(
+            f"{leaked} of {len(heldout.items)} held-out documents are also in the training data, so held-out figures "
+            "are too good"
+        )
+    return warnings
 
 
 def steps_an_epoch(packed: Packed, batch_rows: int) -> int:

@@ -12,6 +12,7 @@ import jax
 import yaml
 
 from eagle3_jax.config import Config
+from eagle3_jax.data.files import is_hub
 from eagle3_jax.errors import UserError
 
 
@@ -70,8 +71,9 @@ def write_provenance(folder: Path, config: Config, target, packed, documents) ->
             "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax", "optax", "numpy")},
             "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "device": str(jax.devices()[0])},
             "target": {"path": target.path, "fingerprint": target.fingerprint},
-            "data": {file: _digest(Path(file)) for file in files},
+            "data": {file: "of the hub" if is_hub(file) else _digest(Path(file)) for file in files},
             "packing": vars(packed.report),
+            "duplicate_documents": documents.duplicates,
             "refused_rows": documents.refused,
             "first_refusal": documents.first_refusal,
         },

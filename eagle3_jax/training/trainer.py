@@ -17,6 +17,7 @@ import numpy as np
 
 from eagle3_jax.config import Config
 from eagle3_jax.data.packing import Packed
+from eagle3_jax.data.template import ChatOptions
 from eagle3_jax.data.vocabulary import coverage, draft_vocabulary
 from eagle3_jax.draft.draft import Draft, load_draft, save_draft
 from eagle3_jax.errors import UserError
@@ -28,6 +29,7 @@ from eagle3_jax.training.checkpoints import Checkpoints, wiring_facts
 from eagle3_jax.training.dataset import (
     Documents,
     batches_in_order,
+    data_warnings,
     make_batch,
     pack_documents,
     read_documents,
@@ -111,10 +113,9 @@ def train(
 def prepare(config: Config, folder: Path, target: Target | None, init_from: str | None, say) -> Run:
     """Loads the target, reads and packs the data, makes the first draft; then, nothing being wrong, the run folder."""
     target = load_target(config.target.path, config.target.dtype) if target is None else target
-    documents = read_documents(config.data.train, target, config.data.stored.loss_masks)
-    packed = pack_documents(documents.items, config.data.length, config.data.train)
-    heldout_documents = read_documents(config.data.heldout, target, config.data.stored.loss_masks)
-    heldout = pack_documents(heldout_documents.items, config.data.length, config.data.heldout)
+    (documents, packed), (heldout_documents, heldout) = (
+        _read(config, files, target) for files in (config.data.train, config.data.heldout)
+    )
     draft = _first_draft(config, target, documents.items, init_from)
     say(f"taps: {draft.taps.words(target.num_layers)}, joined in this order")
     stored, heldout_stored = (
@@ -124,9 +125,12 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     say(
         f"data: {report.documents} documents in {report.rows} rows of {config.data.length}, "
         f"{report.supervised_tokens} supervised tokens; {report.cut_documents} documents cut, "
-        f"{report.dropped_documents} with nothing supervised, {documents.refused} refused; "
+        f"{report.overlong_documents} too long, {report.dropped_documents - report.overlong_documents} with nothing "
+        f"supervised, {documents.words()}; "
         f"the draft vocabulary covers {coverage(heldout_documents.items, draft.d2t):.1%} of held-out tokens"
     )
+    for warning in data_warnings(documents, packed, heldout_documents):
+        say(f"warning: {warning}")
     setup = Setup(
         target.graph,
         draft.graph,
@@ -147,6 +151,14 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     if draft.facts["verifier"]["name_or_path"] is None:
         say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
     return Run(config, target, draft, packed, heldout, setup, frozen, checkpoints, stored, heldout_stored)
+
+
+def _read(config: Config, files: str | list[str], target: Target) -> tuple[Documents, Packed]:
+    """Documents of the training or the held-out files, and their rows."""
+    data = config.data
+    options = ChatOptions(data.last_turn_only, data.chat_template)
+    documents = read_documents(files, target, data.stored.loss_masks, options, data.duplicates == "drop")
+    return documents, pack_documents(documents.items, data.length, files, data.overlong == "drop")
 
 
 def _stored(config: Config, draft: Draft, target: Target, documents: Documents, packed: Packed, say):
@@ -319,7 +331,10 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
             state, heldout, step = candidate, extra["heldout"], best
     params = {**jax.tree.map(jnp.asarray, state.trainable), **run.frozen.draft}
     dtype = jnp.dtype(run.config.target.dtype)
-    facts = {**run.draft.facts, "training": {"step": step, "ttt_steps": run.config.training.ttt_steps, **heldout}}
+    trained = {"step": step, "ttt_steps": run.config.training.ttt_steps, **heldout}
+    if run.config.data.chat_template:
+        trained["chat_template"] = run.config.data.chat_template  # serving must render chats with the same
+    facts = {**run.draft.facts, "training": trained}
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     draft = Draft(run.draft.config, run.draft.graph, params, run.draft.d2t, facts)
     save_draft(draft, folder / "export", run.config.training.ttt_steps)

@@ -17,7 +17,7 @@ def pair():
 
 
 def compiled() -> int:
-    return rounds._read_prompts._cache_size() + rounds.speculate._cache_size()
+    return rounds.prefill._cache_size() + rounds.speculate._cache_size()
 
 
 def test_nothing_is_compiled_while_it_is_timed(pair) -> None:

@@ -153,7 +153,10 @@ def test_preview_brackets_what_is_supervised(eagle3, target, conversations, tmp_
     assert "9 of" in result.err and counts["tokens"] < 128
     short = eagle3("data", "preview", conversations, "--target", target, "--length", 24, "--rows", 9)
     assert "cut off" in short.out and "documents cut" in short.err
-    assert eagle3("data", "preview", conversations, "--target", target, "--rows", 0).out == ""
+    preview = ("data", "preview", conversations, "--target", target, "--rows", 0)
+    assert eagle3(*preview).out == ""
+    assert "0 duplicates" in eagle3(*preview, "--last-turn-only", "--chat-template", "{enable_thinking: no}").err
+    assert "no mapping" in eagle3(*preview, "--chat-template", "x").complaint
     assert "no such file" in eagle3("data", "preview", tmp_path / "no.jsonl", "--target", target).complaint
 
 

@@ -80,3 +80,14 @@ def test_no_documents_and_useless_lengths_are_errors() -> None:
         pack([], 16)
     with pytest.raises(UserError, match="length 1 is too short"):
         pack([document(3, [0, 1, 1])], 1)
+
+
+def test_overlong_documents_are_left_out_on_request() -> None:
+    documents = [(np.arange(n, dtype=np.int32), np.arange(n) > 0) for n in (5, 9, 3)] + [
+        (np.arange(2, dtype=np.int32), np.zeros(2, bool))
+    ]
+    cut, dropped = pack(documents, 8).report, pack(documents, 8, drop_overlong=True).report
+    assert (cut.cut_documents, cut.overlong_documents, cut.dropped_documents) == (1, 0, 1)
+    assert (dropped.cut_documents, dropped.overlong_documents, dropped.dropped_documents) == (0, 1, 2)
+    assert cut.unsupervised_documents == dropped.unsupervised_documents == 1
+    assert dropped.supervised_tokens == 4 + 2

@@ -1,12 +1,15 @@
 """Reading JSONL: what is accepted, and that every fault names file and line."""
 
+import dataclasses
 import gzip
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from eagle3_jax.data.records import Conversation, TokenRow, read_prompts, read_records
+from eagle3_jax.data.records import Conversation, TextRow, TokenRow, read_prompts, read_records
 from eagle3_jax.errors import UserError
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -32,8 +35,68 @@ def test_every_accepted_shape_is_read_in_order(tmp_path: Path) -> None:
 
 
 def test_null_keys_of_a_message_are_ignored_and_a_chat_needs_no_assistant(tmp_path: Path) -> None:
-    path = write(tmp_path, {"messages": [{"role": "user", "content": "hi", "tool_calls": None}]})
+    path = write(tmp_path, {"messages": [{"role": "user", "content": "hi", "tool_calls": None}], "text": None})
     assert read_records(path)[0].messages == [{"role": "user", "content": "hi"}]
+
+
+def test_sharegpt_system_tools_and_parts(tmp_path: Path) -> None:
+    """Every form ends as messages that a chat template takes."""
+    turns = [("system", "be kind"), ("human", "hi"), ("gpt", "hello"), ("observation", "4"), ("chatgpt", "four")]
+    sharegpt = {"conversations": [{"from": role, "value": value} for role, value in turns]}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    parts = {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
+    called = {"messages": [parts, answer], "system": "be kind", "tools": json.dumps(tools), "source": "made up"}
+    chat, tool_call = read_records(write(tmp_path, sharegpt, called))
+    roles = ["system", "user", "assistant", "tool", "assistant"]
+    assert chat.messages == [{"role": r, "content": v} for r, (_, v) in zip(roles, turns, strict=True)]
+    assert (chat.source, tool_call.source) == ("rows.jsonl", "made up") and tool_call.tools == tools
+    assert tool_call.messages == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "2 + 2?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 2}}}],
+        },
+    ]
+
+
+def test_json_parquet_and_hub_rows_are_those_of_jsonl(tmp_path: Path, monkeypatch) -> None:
+    rows = [{"messages": CHAT, "text": None, "source": "s"}, {"messages": None, "text": "hi", "source": None}]
+    lines = read_records(write(tmp_path, *rows))
+    assert lines[1] == TextRow("hi", 2, str(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "lines.json").write_bytes((tmp_path / "rows.jsonl").read_bytes())
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    asked = []
+
+    def load_dataset(*names, split):
+        asked.append((*names, split))
+        if "absent" in names[0]:
+            raise ConnectionError("no\nsuch dataset")
+        return rows
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    files = [str(tmp_path / name) for name in ("rows.json", "lines.json", "rows.parquet")]
+    for file in [*files, "hf:org/name", "hf:org/name/config:test"]:
+        found = read_records(file)
+        assert [dataclasses.replace(record, path=lines[0].path) for record in found] == lines
+    assert asked == [("org/name", "train"), ("org/name", "config", "test")]
+    with pytest.raises(UserError, match="hf:org/absent: the hub did not give it .no such dataset"):
+        read_records("hf:org/absent")
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.parquet"])
+def test_torn_tables_are_one_line(tmp_path: Path, name: str) -> None:
+    for content, words in ((b'[{"messages": [', "bad JSON|not a whole Parquet"), (b"", "is empty|not a whole")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=words) as caught:
+            read_records(tmp_path / name)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -42,15 +105,24 @@ def test_null_keys_of_a_message_are_ignored_and_a_chat_needs_no_assistant(tmp_pa
         (b'{"messages": [', "bad JSON"),
         (b'{"messages": "\xff"}', "not UTF-8"),
         ([1, 2], "found a list"),
-        ({"id": 1, "text": "hi"}, r"unknown shape of row \(keys id, text\); accepted: .*conversations.*input_ids"),
+        ({"id": 1, "body": "hi"}, r"unknown shape of row \(keys id, body\); accepted: .*conversations.*input_ids"),
         ({"input_ids": [1]}, "unknown shape"),
         ({"messages": CHAT, "input_ids": [1], "loss_mask": [1]}, "more than one kind"),
         ({"messages": CHAT, "conversations": CHAT}, "more than one kind"),
         ({"messages": []}, "one or more messages"),
-        ({"messages": [{"from": "human", "value": "hi"}]}, r'messages\[0\] needs "role" and "content"'),
+        ({"messages": [{"from": "human", "role": "user", "value": "hi"}]}, r'messages\[0\] needs "role" and "content"'),
+        ({"messages": [{"from": "human", "text": "hi"}]}, "found keys from, text"),
+        ({"messages": [{"from": "function_call", "value": "{}"}]}, "unknown role 'function_call'"),
         ({"messages": [{"role": "bot", "content": "hi"}]}, "unknown role 'bot'; accepted: system, user"),
         ({"messages": [{"role": "user", "content": ["hi"]}]}, "must be a string, found list"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool_calls must be a list"),
+        ({"messages": [{"role": "user", "content": "", "tool_calls": [{"name": "f"}]}]}, "only an assistant"),
+        ({"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, r"no one meaning \(weight\)"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}] * 2}]}, "found list"),
+        ({"messages": CHAT, "tools": "add"}, "tools is a string but not JSON"),
+        ({"messages": CHAT, "tools": [1]}, '"tools" must be a list of objects'),
+        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "first system message that differs"),
+        ({"text": ["hi"]}, "text must be a string"),
         (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "surrogate"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "2 input_ids but 1 loss_mask"),
         ({"input_ids": [], "loss_mask": []}, "one or more entries"),

@@ -1,42 +1,21 @@
 """The loss mask marks what the model generates, for several chat formats; training sees the ids that serving sees."""
 
+import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eagle3_jax.data.records import Conversation, TokenRow
-from eagle3_jax.data.template import prompt_ids, tokenise
+from eagle3_jax.data.records import Conversation, TextRow, TokenRow
+from eagle3_jax.data.template import DEFAULT, ChatOptions, prompt_ids, tokenise
 from eagle3_jax.errors import UserError
 
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
-    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA3 = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
-    " + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
-    "{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception('Only user and assistant\nroles') }}"
-    "{% endif %}{% endfor %}"
-)
-# Like Qwen 3: an empty think block before the last answer only, thoughts dropped from earlier answers.
-THINKING = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% if loop.last and '</think>' not in message['content'] %}"
-    "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ message['content'] if loop.last else message['content'].split('</think>')[-1].lstrip('\n') }}"
-    "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+TEMPLATES = Path(__file__).parent / "templates"
+SMOLLM2, LLAMA3 = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("smollm2", "llama3.1"))
 # Like GLM 4: a turn is closed by the header of the next one.
 HEADERS_ONLY = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] }}{% endfor %}"
@@ -83,21 +62,65 @@ def build(template: str, special: list[str], split: object = GPT2_SPLIT, **names
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names)
 
 
-def smollm2(template: str = SMOLLM2) -> PreTrainedTokenizerFast:
-    return build(template, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
+def named(name: str, special: list[str], split: object = GPT2_SPLIT, plain: tuple[str, ...] = (), **names: str):
+    """`name()` is a tokenizer with the template of that name; `plain` are added tokens that are not special."""
+
+    @functools.cache
+    def make() -> PreTrainedTokenizerFast:
+        tokenizer = build((TEMPLATES / f"{name}.jinja").read_text(), special, split, **names)
+        tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+        return tokenizer
+
+    return make
+
+
+CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+QWEN = {"eos_token": "<|im_end|>"}
+PHI = {"eos_token": "<|endoftext|>"}
+LLAMA = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+LLAMA_NAMES = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}  # <|eot_id|> is special without a name
+# Of each family: its tokenizer, the end-of-turn token, what the model writes first, and whether it has system prompts.
+FORMATS = {
+    "chatml": (named("chatml", CHATML, **QWEN), "<|im_end|>", "", True),
+    "smollm2": (named("smollm2", CHATML, **QWEN), "<|im_end|>", "", True),
+    "qwen2.5": (named("qwen2.5", CHATML, plain=("<tool_call>", "</tool_call>"), **QWEN), "<|im_end|>", "", True),
+    "qwen3": (
+        named("qwen3", CHATML, LLAMA3_SPLIT, plain=("<tool_call>", "</tool_call>", "<think>", "</think>"), **QWEN),
+        "<|im_end|>",
+        "",
+        True,
+    ),
+    "llama3": (named("llama3.1", LLAMA, LLAMA3_SPLIT, **LLAMA_NAMES), "<|eot_id|>", "", True),
+    "mistral": (
+        named("mistral", ["<s>", "</s>", "[INST]", "[/INST]"], bos_token="<s>", eos_token="</s>"),
+        "</s>",
+        " ",
+        True,
+    ),
+    "gemma": (
+        named("gemma", ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], bos_token="<bos>", eos_token="<eos>"),
+        "<end_of_turn>",
+        "",
+        False,
+    ),
+    "phi3": (
+        named(
+            "phi3", ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], eos_token="<|endoftext|>"
+        ),
+        "<|end|>",
+        "",
+        True,
+    ),
+}
+smollm2, qwen3, mistral, gemma = (FORMATS[name][0] for name in ("smollm2", "qwen3", "mistral", "gemma"))
+
+
+def smollm2_with(template: str) -> PreTrainedTokenizerFast:
+    return build(template, CHATML, **QWEN)
 
 
 def llama3(split: object = LLAMA3_SPLIT) -> PreTrainedTokenizerFast:
-    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    # As in a base model's config: the end-of-turn token is special but has no name.
-    return build(LLAMA3, special, split, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>")
-
-
-def mistral() -> PreTrainedTokenizerFast:
-    return build(MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]"], bos_token="<s>", eos_token="</s>")
-
-
-FORMATS = {"smollm2": (smollm2, "<|im_end|>"), "llama3": (llama3, "<|eot_id|>"), "mistral": (mistral, "</s>")}
+    return FORMATS["llama3"][0]() if split is LLAMA3_SPLIT else build(LLAMA3, LLAMA, split, **LLAMA_NAMES)
 
 
 def chat(*contents: str, system: str | None = None) -> Conversation:
@@ -107,12 +130,19 @@ def chat(*contents: str, system: str | None = None) -> Conversation:
     return Conversation([{"role": "system", "content": system}] * (system is not None) + messages, 7, "rows.jsonl")
 
 
-def supervised(tokenizer: PreTrainedTokenizerFast, record: Conversation) -> list[str]:
+def runs(tokenizer: PreTrainedTokenizerFast, record, options: ChatOptions = DEFAULT) -> list[tuple[list, str]]:
+    """Of each run of supervised tokens in all documents: the ids before it, and its text."""
+    found = []
+    for ids, mask in tokenise(tokenizer, record, len(tokenizer), options):
+        assert ids.dtype == np.int32 and mask.dtype == bool and ids.shape == mask.shape
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+        found += [(ids[:start].tolist(), tokenizer.decode(ids[start:end])) for start, end in edges]
+    return found
+
+
+def supervised(tokenizer: PreTrainedTokenizerFast, record, options: ChatOptions = DEFAULT) -> list[str]:
     """The decoded text of each run of supervised tokens."""
-    ids, mask = tokenise(tokenizer, record, len(tokenizer))
-    assert ids.dtype == np.int32 and mask.dtype == bool and ids.shape == mask.shape
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
-    return [tokenizer.decode(ids[start:end]) for start, end in edges]
+    return [text for _, text in runs(tokenizer, record, options)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -120,42 +150,103 @@ def supervised(tokenizer: PreTrainedTokenizerFast, record: Conversation) -> list
     "contents",
     [
         ("Hello", "I am fine."),
-        ("2 + 2?", "4", "3 + 3?", "6"),
+        ("2 + 2?", "4", "3 + 3?", "e"),
         ("say it", "it", "say it again", "it"),  # answers that also occur in the user's turns
         ("Grüße", "日本語 🙂 ñ", "🙂", "🙂"),
         ("Hello", "", "again", "fine\n\nI am"),
-        ("think", "<think>\nstep by step\n</think>\nThe answer is 6."),
+        ("think", "<think>\nstep by step\n</think>\n\nThe answer is 6."),
         ("Hello", "I am fine.", "trailing question"),
         ("Hello",),
     ],
 )
 def test_supervised_are_the_answers_with_their_end_token(name: str, contents: tuple[str, ...]) -> None:
-    make, end = FORMATS[name]
-    space = " " if name == "mistral" else ""
+    make, end, space, _ = FORMATS[name]
     assert supervised(make(), chat(*contents)) == [space + answer + end for answer in contents[1::2]]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "llama3"])
-def test_system_turns_and_consecutive_answers(name: str) -> None:
-    make, end = FORMATS[name]
-    assert supervised(make(), chat("Hello", "fine", system="You are helpful")) == ["fine" + end]
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("system", [None, "You are helpful"])
+def test_ids_before_each_answer_are_those_a_server_sends(name: str, system: str | None) -> None:
+    make, _, _, has_system = FORMATS[name]
+    if system and not has_system:
+        pytest.skip(f"{name} refuses system prompts")
+    tokenizer, without = make(), ChatOptions(template={"enable_thinking": False})
+    record = chat("Grüße, how are you?", "I am 🙂.", "2 + 2?", "4", "x", "", system=system)
+    found = runs(tokenizer, record, without)
+    assert len(found) == 3
+    for turn, (ids, _) in enumerate(found):
+        messages = record.messages[: 2 * turn + 1 + (system is not None)]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, enable_thinking=False, return_dict=False
+        )
+        assert prompt_ids(tokenizer, messages, template=without.template) == prompt == ids
+        assert ids.count(tokenizer.bos_token_id) == (name in ("llama3", "mistral", "gemma"))
+
+
+def test_thoughts_that_history_drops_are_kept_where_they_were_generated() -> None:
+    """Qwen 3 drops the thoughts of earlier answers: each turn with some gets a document that ends with it."""
+    tokenizer = qwen3()
+    thought = "<think>\nstep\n</think>\n\n"
+    inline = chat("x", thought + "4", "y", thought + "6")
+    apart = chat("x", "4", "y", "6")
+    for i in (1, 3):
+        apart.messages[i]["reasoning_content"] = "step"
+    for record in (inline, apart):
+        documents = tokenise(tokenizer, record, len(tokenizer))
+        assert len(documents) == 2
+        found = runs(tokenizer, record)
+        assert [text for _, text in found] == [thought + "4<|im_end|>", thought + "6<|im_end|>"]
+        for (ids, _), count in zip(found, (1, 3), strict=True):
+            prompt = tokenizer.apply_chat_template(
+                record.messages[:count], add_generation_prompt=True, return_dict=False
+            )
+            assert ids == prompt
+    loose = chat("x", "<think>step</think>\n4")  # other blanks around the tags than the template's
+    assert supervised(tokenizer, loose) == [thought + "4<|im_end|>"]
+
+
+def test_an_answer_without_thoughts_gets_no_tags_supervised() -> None:
+    """The empty tags are the template's, in the generation prompt (`enable_thinking: false`) or before the answer."""
+    thinks, off = qwen3(), ChatOptions(template={"enable_thinking": False})
+    assert supervised(thinks, chat("x", "4", "y", "6")) == ["4<|im_end|>", "6<|im_end|>"]
+    assert supervised(thinks, chat("x", "4", "y", "6"), off) == ["4<|im_end|>", "6<|im_end|>"]
+    assert len(tokenise(thinks, chat("x", "4", "y", "6"), len(thinks), off)) == 2
+    assert supervised(thinks, chat("x", "")) == ["<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3"])
+def test_tool_calls_are_what_the_model_generated(name: str) -> None:
+    tokenizer, end = FORMATS[name][0](), FORMATS[name][1]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    record = chat("2 + 2?", "", "ok", "4")
+    record.messages[1]["tool_calls"], record.messages[2]["role"] = [call], "tool"
+    record = Conversation(record.messages, 1, tools=[{"type": "function", "function": {"name": "add"}}])
+    found = supervised(tokenizer, record)
+    assert len(found) == 2 and found[1] == "4" + end and found[0].endswith(end)
+    assert json.loads(found[0][found[0].index("{") : found[0].rindex("}") + 1])["name"] == "add"
+    first = runs(tokenizer, record)[0][0]
+    assert first == prompt_ids(tokenizer, record.messages[:1], tools=record.tools)
+    assert ("<tools>" in tokenizer.decode(first)) == (name == "qwen2.5")
+
+
+def test_a_template_that_rewrites_what_came_before_gets_a_document_a_turn() -> None:
+    """Each is the prompt that a server sends, then the answer."""
+    tokenizer = smollm2_with("{{ messages | length }}" + SMOLLM2)
+    record = chat("x", "4", "y", "6")
+    for turn, (ids, text) in enumerate(runs(tokenizer, record)):
+        assert ids == prompt_ids(tokenizer, record.messages[: 2 * turn + 1]) and text == "46"[turn] + "<|im_end|>"
+
+
+def test_only_the_last_turn_on_request() -> None:
+    last = ChatOptions(last_turn_only=True)
+    assert supervised(smollm2(), chat("x", "4", "y", "6"), last) == ["6<|im_end|>"]
+    assert supervised(mistral(), chat("x", "4", "y", "6", "z"), last) == [" 6</s>"]
+
+
+def test_consecutive_answers() -> None:
     record = chat("Hello", "fine", "x", "6")
     record.messages[2]["role"] = "assistant"
-    assert supervised(make(), record) == ["fine" + end, "x" + end, "6" + end]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_ids_before_each_answer_are_those_a_server_sends(name: str) -> None:
-    tokenizer = FORMATS[name][0]()
-    record = chat("Grüße, how are you?", "I am 🙂.", "2 + 2?", "4", "x", "")
-    ids, mask = tokenise(tokenizer, record, len(tokenizer))
-    starts = np.flatnonzero(np.diff(mask, prepend=False).astype(bool) & mask)
-    assert len(starts) == 3
-    for turn, start in enumerate(starts):
-        messages = record.messages[: 2 * turn + 1]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert prompt_ids(tokenizer, messages) == prompt == ids[:start].tolist()
-    assert (ids == tokenizer.bos_token_id).sum() == (name != "smollm2")  # exactly one where the template writes one
+    assert supervised(smollm2(), record) == ["fine<|im_end|>", "x<|im_end|>", "6<|im_end|>"]
 
 
 def test_a_trimming_template_still_gives_the_answer() -> None:
@@ -166,12 +257,35 @@ def test_outer_blanks_that_stay_separate_tokens_are_the_models() -> None:
     assert supervised(smollm2(), chat("x", " fine \n")) == [" fine \n<|im_end|>"]
 
 
-def test_text_the_template_puts_before_an_answer_is_not_supervised() -> None:
-    tokenizer = smollm2(THINKING)
-    assert supervised(tokenizer, chat("x", "4", "y", "6")) == ["4<|im_end|>", "6<|im_end|>"]
-    assert supervised(tokenizer, chat("x", "")) == ["<|im_end|>"]
-    with_thoughts = "<think>\nstep\n</think>\n\n6"
-    assert supervised(tokenizer, chat("x", with_thoughts)) == [with_thoughts + "<|im_end|>"]
+@pytest.mark.parametrize("name", FORMATS)
+def test_rendered_text_is_marked_as_its_conversation(name: str) -> None:
+    tokenizer = FORMATS[name][0]()
+    record = chat("Grüße", "I am 🙂.", "2 + 2?", "4", "x", "")
+    text = tokenizer.apply_chat_template(record.messages, tokenize=False)
+    row = TextRow(text, 3, "rows.jsonl")
+    assert supervised(tokenizer, row) == supervised(tokenizer, record)
+    assert supervised(tokenizer, row, ChatOptions(last_turn_only=True)) == supervised(tokenizer, record)[-1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "answers"),
+    [
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n", ["hello<|im_end|>"]),
+        ("<|im_start|>assistant\n<think>\nstep\n</think>\n6", ["<think>\nstep\n</think>\n6"]),  # cut
+        ("<|im_start|>assistant\n<think></think>It is 4.<|im_end|>", ["It is 4.<|im_end|>"]),
+        ("<|im_start|>user\r\nhi<|im_end|>\r\n<|im_start|>assistant\r\nhello<|im_end|>\r\n", []),
+        ("<|im_start|>assistanthello<|im_end|>", []),
+        ("[INST] hi [/INST] hello</s>", []),
+        ("", []),
+    ],
+)
+def test_text_is_supervised_where_the_template_s_header_stands(text: str, answers: list[str]) -> None:
+    assert supervised(FORMATS["chatml"][0](), TextRow(text, 1)) == answers
+
+
+def test_text_without_the_first_token_of_every_prompt_is_refused() -> None:
+    with pytest.raises(UserError, match="does not begin with '<s>'"):
+        tokenise(mistral(), TextRow("[INST] hi [/INST] hello</s>", 1), 500)
 
 
 def test_the_next_header_is_not_an_end_of_turn_token() -> None:
@@ -189,23 +303,29 @@ def test_a_space_marker_tokenizer() -> None:
     )
     tokenizer.train_from_iterator([" answer two plus"] * 3, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=MISTRAL, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        chat_template=mistral().chat_template,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )
-    ids, mask = tokenise(fast, chat("two", "answer", "plus", "two plus"), len(fast))
+    ((ids, mask),) = tokenise(fast, chat("two", "answer", "plus", "two plus"), len(fast))
     assert fast.convert_ids_to_tokens(ids[mask]) == ["▁answer", "</s>", "▁two", "▁plus", "</s>"]
 
 
-def qwen_history() -> tuple[PreTrainedTokenizerFast, Conversation]:
-    return smollm2(THINKING), chat("x", "<think>\nstep\n</think>\n\n4", "y", "6")
+def thoughts_left_out() -> tuple[PreTrainedTokenizerFast, Conversation]:
+    """Like DeepSeek R1: the template drops thoughts even from the newest answer."""
+    content = "message['content'].split('</think>')[-1]"
+    return smollm2_with(SMOLLM2.replace("message['content']", content)), chat("x", "<think>\nstep\n</think>\n\n4")
 
 
 def rewritten_prefix() -> tuple[PreTrainedTokenizerFast, Conversation]:
     template = SMOLLM2.replace("messages %}", "messages %}{{ messages | length }}", 1)
-    return smollm2(template), chat("x", "4")
+    return smollm2_with(template), chat("x", "4")
 
 
 def upper_case() -> tuple[PreTrainedTokenizerFast, Conversation]:
-    return smollm2(SMOLLM2.replace("message['content']", "message['content'] | upper")), chat("x", "fine")
+    return smollm2_with(SMOLLM2.replace("message['content']", "message['content'] | upper")), chat("x", "fine")
 
 
 def end_token_not_special() -> tuple[PreTrainedTokenizerFast, Conversation]:
@@ -223,11 +343,11 @@ def begins_with_answer() -> tuple[PreTrainedTokenizerFast, Conversation]:
 
 
 def refusing_template() -> tuple[PreTrainedTokenizerFast, Conversation]:
-    return mistral(), chat("x", "4", system="You are helpful")
+    return gemma(), chat("x", "4", system="You are helpful")
 
 
 def no_template() -> tuple[PreTrainedTokenizerFast, Conversation]:
-    return smollm2(""), chat("x", "4")
+    return smollm2_with(""), chat("x", "4")
 
 
 def splits_by_what_follows() -> tuple[PreTrainedTokenizerFast, Conversation]:
@@ -238,14 +358,14 @@ def splits_by_what_follows() -> tuple[PreTrainedTokenizerFast, Conversation]:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (qwen_history, "message 1: the chat template does not render the answer as it stands"),
+        (thoughts_left_out, "message 1: the chat template does not render the answer as it stands"),
         (rewritten_prefix, "message 1: the chat template rewrites history"),
         (upper_case, "does not render the answer"),
         (end_token_not_special, "no end-of-turn token after the answer .*is it marked special"),
         (header_merges_with_answer, "message 1: one token lies across the border"),
         (splits_by_what_follows, "message 1: the tokens before the answer differ"),
         (begins_with_answer, "begins with an assistant turn"),
-        (refusing_template, "refuses the messages: Only user and assistant roles"),
+        (refusing_template, "refuses the messages: System role not supported"),
         (no_template, "no chat template"),
     ],
 )
@@ -257,7 +377,7 @@ def test_what_cannot_be_masked_rightly_is_refused(case: Callable, message: str) 
 
 
 def test_token_rows_are_passed_through_and_checked() -> None:
-    ids, mask = tokenise(None, TokenRow([3, 9, 0], [0, 1, 1], 4, "rows.jsonl"), 10)
+    ((ids, mask),) = tokenise(None, TokenRow([3, 9, 0], [0, 1, 1], 4, "rows.jsonl"), 10)
     assert ids.dtype == np.int32 and mask.dtype == bool
     assert ids.tolist() == [3, 9, 0] and mask.tolist() == [False, True, True]
     for bad in (10, -1):

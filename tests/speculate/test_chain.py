@@ -16,9 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import eagle3_jax as e3
+from eagle3_jax.models.attention import causal
 from eagle3_jax.speculate.generate import pad_prompts, pair
-from eagle3_jax.speculate.round import prefill, speculate
-from eagle3_jax.speculate.strategy import parse_strategy
+from eagle3_jax.speculate.round import catch_up, next_round, prefill
+from eagle3_jax.speculate.strategy import PLAIN, parse_strategy
 from tests.tiny import random_draft, relative
 
 CASES = ["base", "headdim", "nbr", "normout", "qwen3draft"]
@@ -137,31 +138,46 @@ def test_the_first_round_equals_training_at_every_depth(results) -> None:
 
 
 def test_served_features_are_those_of_a_plain_forward(results) -> None:
-    """What the draft is handed after prefill and after a round, read from the compiled round's own state."""
+    """What the draft is handed after prefill and after rounds, read from the compiled rounds' own state."""
     case = results("base")
     models, weights = pair(case.target, case.draft)
     ids, lengths = pad_prompts(case.prompts)
-    state, first = prefill(models, 128, parse_strategy(f"chain:{DEPTH}"), weights, ids, lengths, None)
+    state, first = prefill(models, 128, weights, ids, lengths, None)
+    assert first.tolist() == [a.tokens[0] for a in case.answers]
     texts = np.asarray([p + a.tokens for p, a in zip(case.prompts, case.answers, strict=True)])
     plain = case.target.forward(texts, taps=case.draft.taps).taps
+    hidden = training_outputs(case.draft, plain, texts)
     size = len(case.prompts[0])
+    assert relative(state.draft.hidden[:, 0], hidden[:, size - 1]) < 1e-5
+    state, committed, unread = next_round(models, parse_strategy(f"chain:{DEPTH}"), weights, state, 0)
+    for i, accepted in enumerate(committed.accepted.tolist()):
+        assert relative(state.draft.hidden[i, 0], hidden[i, size + accepted]) < 1e-5
+    start = np.asarray(state.length)
+    for count in (1, 2):  # plain rounds leave the features to the draft
+        state, _, unread = next_round(models, PLAIN, weights, state, unread)
+        assert unread == count and state.draft.count.tolist() == [count] * len(texts)
     assert state.draft.features.tap_set == plain.tap_set == case.draft.taps
-    assert first.tolist() == [a.tokens[0] for a in case.answers]
-    for served, full in zip(state.draft.features.arrays, plain.arrays, strict=True):
-        assert relative(served[:, 0], full[:, size - 1]) < 1e-5
-    state, committed = speculate(models, parse_strategy(f"chain:{DEPTH}"), weights, state)
-    assert state.draft.features.tap_set == case.draft.taps
-    for i, count in enumerate(np.asarray(state.draft.count)):
-        assert count == committed.accepted[i] + 1
+    for i, at in enumerate(start):
+        assert state.draft.next_ids[i, :2].tolist() == texts[i, at + 1 : at + 3].tolist()
         for served, full in zip(state.draft.features.arrays, plain.arrays, strict=True):
-            assert relative(served[i, :count], full[i, size : size + count]) < 1e-5
-        assert state.draft.next_ids[i, :count].tolist() == texts[i, size + 1 : size + 1 + count].tolist()
+            assert relative(served[i, :2], full[i, at : at + 2]) < 1e-5
+    state = catch_up(models, weights, state)
+    for i, at in enumerate(start):
+        assert relative(state.draft.hidden[i, 0], hidden[i, at + 1]) < 1e-5
+
+
+def training_outputs(draft: e3.Draft, features: e3.Taps, texts: np.ndarray) -> jax.Array:
+    """The draft's outputs at all slots of whole texts, without a cache."""
+    model = draft.graph.merge(draft.params)
+    features, next_ids = features.map(lambda a: a[:, :-1]), jnp.asarray(texts[:, 1:], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(next_ids.shape[1]), next_ids.shape)
+    attend = causal(jnp.zeros(next_ids.shape, jnp.int32))
+    return model(model.project(features), next_ids, positions, attend, ((),) * len(model.layers))[0]
 
 
 def test_a_round_refuses_features_of_other_taps(golden_pair) -> None:
     models, weights = pair(*golden_pair)
     ids, lengths = pad_prompts([[5, 6, 7]] * 2)
     wrong = models._replace(taps=e3.TapSet([4, 2, 5]))
-    chain = parse_strategy("chain:3")
     with pytest.raises(e3.WiringError, match=r"expected \[block 2 .* got \[block 4"):
-        jax.eval_shape(lambda w, i, n: prefill(wrong, 128, chain, w, i, n, None), weights, ids, lengths)
+        jax.eval_shape(lambda w, i, n: prefill(wrong, 128, w, i, n, None), weights, ids, lengths)

@@ -63,13 +63,13 @@ def sample(target):
     The last token of the prompt is the pending one of the first round, so that rounds alone choose the tokens.
     """
     one = device_sampling(target, [PROMPT], [e3.SamplingParams(temperature=0.7, top_p=0.9, seed=1)])
+    certain = device_sampling(target, [PROMPT], [e3.SamplingParams(logit_bias={PROMPT[-1]: 100.0})])
 
     def run(strategy, draft: e3.Draft, temperature: float, top_p: float) -> tuple[np.ndarray, float]:
         models, weights = pair(target, draft)
-        state, _ = prefill(models, 16, strategy, weights, jnp.asarray([PROMPT[:-1]]), jnp.asarray([2]), one)
-        last = jnp.asarray([PROMPT[-1]], jnp.int32)
-        known = state.draft._replace(next_ids=jnp.full_like(state.draft.next_ids, PROMPT[-1]))
-        state = state._replace(pending=last, draft=known)
+        state, first = prefill(models, 16, weights, jnp.asarray([PROMPT[:-1]]), jnp.asarray([2]), certain)
+        assert first == PROMPT[-1]
+        state = state._replace(sampling=one)
         state = jax.tree.map(lambda x: jnp.repeat(x, SAMPLES, axis=0), state)
         changes = {"temperature": jnp.full(SAMPLES, temperature), "top_p": jnp.full(SAMPLES, top_p)}
         random = state.sampling.random._replace(key=jax.random.split(jax.random.key(3), SAMPLES), **changes)

@@ -13,7 +13,7 @@ import eagle3_jax as e3
 from eagle3_jax.speculate import generate as generating
 from eagle3_jax.speculate.generate import cache_entries, padded_length
 from eagle3_jax.speculate.request import check_params, device_sampling, spread
-from eagle3_jax.speculate.round import _read_prompts, speculate
+from eagle3_jax.speculate.round import next_round, prefill, speculate
 from eagle3_jax.speculate.strategy import PLAIN
 from tests.tiny import bigram_draft, bigram_target, not_a_number
 
@@ -62,6 +62,7 @@ def test_any_draft_gives_the_plain_text(target, drafts, plain, strategy) -> None
         assert tokens(answers) == tokens(plain), name
         taus[name] = np.mean([answer.tau for answer in answers])
         for answer in answers:
+            assert answer.nonfinite_rounds == (len(answer.accepted) if name == "broken" else 0)
             start = 1
             for accepted, proposed in zip(answer.accepted, answer.drafts, strict=True):
                 assert accepted <= len(proposed) <= 3
@@ -90,9 +91,9 @@ def test_a_round_dispatched_ahead_changes_nothing(target, drafts, monkeypatch) -
 
     def counted(*arguments):
         calls.append(arguments)
-        return speculate(*arguments)
+        return next_round(*arguments)
 
-    monkeypatch.setattr(generating, "speculate", counted)
+    monkeypatch.setattr(generating, "next_round", counted)
     expected = e3.generate(target, drafts["fair"], PROMPTS, NEW, "tree:3x3x9")
     rounds = len(calls)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -105,6 +106,17 @@ def test_a_round_dispatched_ahead_changes_nothing(target, drafts, monkeypatch) -
 def test_a_tree_of_top_1_is_the_chain(target, drafts) -> None:
     chain, tree = (e3.generate(target, drafts["fair"], PROMPTS, NEW, s) for s in ("chain:3", "tree:3x1x4"))
     assert chain == tree
+
+
+def test_an_oracle_in_place_of_any_draft_is_always_right(target, drafts, plain) -> None:
+    answers = tokens(plain)
+    told = e3.generate(target, drafts["random"], PROMPTS, NEW - 4, "chain:3", oracle=answers)
+    assert tokens(told) == [text[: NEW - 4] for text in answers]
+    assert {count for answer in told for count in answer.accepted} == {3}
+    with pytest.raises(e3.UserError, match="one for each prompt"):
+        e3.generate(target, drafts["random"], PROMPTS, NEW, "chain:3", oracle=answers[:2])
+    with pytest.raises(e3.UserError, match="a chain as strategy"):
+        e3.generate(target, drafts["random"], PROMPTS, NEW, "tree:3x3x9", oracle=answers)
 
 
 # --- sampling settings, each request's own
@@ -226,13 +238,13 @@ def test_a_draft_with_a_shorter_window_goes_on(target, drafts, plain) -> None:
 def test_a_full_cache_is_never_written_past_its_end(oracle) -> None:
     """Rounds go on for a request that has ended: it stays at the end of its cache, and others are not touched."""
     from eagle3_jax.speculate.generate import pad_prompts, pair
-    from eagle3_jax.speculate.round import cache_room, prefill
+    from eagle3_jax.speculate.round import cache_room
     from eagle3_jax.speculate.strategy import parse_strategy
 
     target, draft, _ = oracle
     shape = parse_strategy("tree:3x3x9")
     models, weights = pair(target, draft)
-    state, _ = prefill(models, 128, shape, weights, *pad_prompts(PROMPTS), None)
+    state, _ = prefill(models, 128, weights, *pad_prompts(PROMPTS), None)
     for _ in range(60):
         state, _ = speculate(models, shape, weights, state)
     assert state.length.tolist() == [128 - cache_room(shape, len(PROMPTS))] * len(PROMPTS)
@@ -249,7 +261,7 @@ def test_lengths_compile_one_program_for_each_power_of_two(target) -> None:
     def run(*lengths: int) -> int:
         for length in lengths:
             e3.generate(target, None, [5] * length, 2)
-        return _read_prompts._cache_size() + speculate._cache_size()
+        return prefill._cache_size() + speculate._cache_size()
 
     assert run(20, 40, 100) == run(1, 32, 33, 64, 65, 80, 96, 97, 120)
 

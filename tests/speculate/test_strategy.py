@@ -50,7 +50,7 @@ def test_levels_that_no_node_can_reach_are_not_drafted() -> None:
     ],
 )
 def test_unknown_strategies_are_refused_with_the_forms_there_are(strategy: str) -> None:
-    with pytest.raises(e3.UserError, match="is not known / use plain, chain:K, or tree:DxKxN") as caught:
+    with pytest.raises(e3.UserError, match="is not known / use plain, auto, chain:K, or tree:DxKxN") as caught:
         parse_strategy(strategy)
     assert "\n" not in str(caught.value)
 

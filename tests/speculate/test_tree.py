@@ -7,7 +7,7 @@ import pytest
 
 import eagle3_jax as e3
 from eagle3_jax.models.attention import causal, empty_cache
-from eagle3_jax.speculate.drafting import DraftState, draft_tree
+from eagle3_jax.speculate.drafting import DraftState, draft_tree, extend
 from eagle3_jax.speculate.generate import pad_prompts, pair
 from eagle3_jax.speculate.round import prefill, speculate
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy
@@ -33,7 +33,9 @@ def made_up(strategy: Strategy, rng: np.random.Generator, ties: bool) -> Candida
     flat = [np.concatenate(x)[None] for x in (parents, scores, [*chosen, np.zeros(0, int)])]
     tokens = rng.integers(0, 9, flat[0].shape)
     to_ids = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
-    return Candidates(to_ids(tokens), to_ids(flat[0]), jnp.asarray(flat[1], jnp.float32), to_ids(flat[2]), None)
+    return Candidates(
+        to_ids(tokens), to_ids(flat[0]), jnp.asarray(flat[1], jnp.float32), to_ids(flat[2]), None, jnp.ones(1, bool)
+    )
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -72,7 +74,8 @@ def known(shallow_target, shallow_draft):
     taps = shallow_target.forward(np.stack(PROMPTS), taps=shallow_draft.taps).taps
     shape = shallow_draft.config.decoder
     cache = empty_cache(shape.num_layers, 2, shape.num_kv_heads, 32, shape.head_dim, jnp.float32)
-    return DraftState(cache, taps, jnp.asarray(ids[:, 1:], jnp.int32), jnp.full(2, len(PROMPTS[0])))
+    hidden = jnp.zeros((2, 1, shape.hidden_size))
+    return DraftState(cache, hidden, taps, jnp.asarray(ids[:, 1:], jnp.int32), jnp.full(2, len(PROMPTS[0])))
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +124,8 @@ def drafted(draft: e3.Draft, known: DraftState, strategy: Strategy):
     @jax.jit
     def run(params, known):
         model, length = draft.graph.merge(params), known.count
+        hidden, cache = extend(model, known.cache, known.features, known.next_ids, jnp.zeros_like(length), length)
+        known = known._replace(cache=cache, hidden=hidden)
         _, candidates = draft_tree(model, jnp.asarray(draft.d2t), strategy, known, length, None)
         return build_tree(strategy, jnp.zeros(2, jnp.int32), candidates), candidates
 
@@ -167,7 +172,7 @@ def test_after_rounds_both_caches_are_those_of_a_prefill_of_the_text(strategy) -
     draft, shape = bigram_draft(target, 0.3), parse_strategy(strategy)
     prompts = [[3, 4, 5], [9, 8, 7, 6, 5, 4], [60, 1, 2, 3]]
     models, weights = pair(target, draft)
-    state, first = prefill(models, 64, shape, weights, *pad_prompts(prompts), None)
+    state, first = prefill(models, 64, weights, *pad_prompts(prompts), None)
     texts, accepted = [[*p, int(t)] for p, t in zip(prompts, first, strict=True)], []
     for _ in range(6):
         state, committed = speculate(models, shape, weights, state)
@@ -176,11 +181,9 @@ def test_after_rounds_both_caches_are_those_of_a_prefill_of_the_text(strategy) -
             accepted.append(count)
     assert len(set(map(int, accepted))) > 1  # rounds of several kinds
     assert state.length.tolist() == [len(text) - 1 for text in texts]
-    fresh, _ = prefill(models, 64, shape, weights, *pad_prompts([text[:-1] for text in texts]), None)
-    for row, (length, count) in enumerate(zip(state.length.tolist(), state.draft.count.tolist(), strict=True)):
-        for caches, others, end in (
-            (state.cache, fresh.cache, length),
-            (state.draft.cache, fresh.draft.cache, length - count),
-        ):
-            for got, expected in zip(jax.tree.leaves(caches), jax.tree.leaves(others), strict=True):
-                assert relative(got[row, :, :end], expected[row, :, :end]) < 1e-5
+    fresh, _ = prefill(models, 64, weights, *pad_prompts([text[:-1] for text in texts]), None)
+    assert relative(state.draft.hidden, fresh.draft.hidden) < 1e-5
+    for row, end in enumerate(state.length.tolist()):
+        both, fresh_both = (state.cache, state.draft.cache), (fresh.cache, fresh.draft.cache)
+        for got, expected in zip(jax.tree.leaves(both), jax.tree.leaves(fresh_both), strict=True):
+            assert relative(got[row, :, :end], expected[row, :, :end]) < 1e-5

@@ -13,6 +13,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.training.dataset import (
     Documents,
     batches_in_order,
+    data_warnings,
     make_batch,
     pack_documents,
     read_documents,
@@ -97,7 +98,9 @@ def test_too_many_refused_rows_are_an_error(world, tmp_path) -> None:
         read_documents(path, world.target)
 
 
-@pytest.mark.parametrize("rows", [[], [{"text": "no"}], [{"conversations": [{"role": "user", "content": "hi"}]}]])
+@pytest.mark.parametrize(
+    "rows", [[], [{"body": "no"}], [{"text": "no tokenizer"}], [{"conversations": [{"role": "user", "content": "hi"}]}]]
+)
 def test_files_without_usable_data(world, tmp_path, rows) -> None:
     with pytest.raises(UserError) as error:  # the last: a chat, but the target has no tokenizer
         read_documents(write(tmp_path / "a", *rows), world.target)
@@ -120,3 +123,16 @@ def test_nothing_supervised_is_an_error_that_names_the_file(world, tmp_path) -> 
 def test_make_batch_takes_the_rows_in_the_order_given() -> None:
     batch = make_batch(packed_rows(4), [3, 1], 2)
     assert sorted(batch.ids[:, 0].tolist()) != batch.ids[:, 0].tolist()
+
+
+def test_duplicates_sources_and_leaks_are_told(world, tmp_path) -> None:
+    other = GOOD | {"input_ids": [7, 8, 9, 10], "source": "b"}
+    path = write(tmp_path / "rows.jsonl", GOOD, other, GOOD, UNSUPERVISED)
+    kept, dropped = (read_documents(path, world.target, drop_duplicates=drop) for drop in (False, True))
+    assert (kept.duplicates, kept.dropped, dropped.duplicates, dropped.dropped) == (1, 0, 1, 1)
+    assert kept.sources == ["rows.jsonl", "b", "rows.jsonl", "rows.jsonl"]
+    assert dropped.sources == ["rows.jsonl", "b", "rows.jsonl"] and len(dropped.items) == 3
+    warnings = data_warnings(kept, pack_documents(kept.items, 8, path), dropped)
+    assert "1 of 4 documents have nothing supervised" in warnings[0]
+    assert "3 of 3 held-out documents are also in the training data" in warnings[1]
+    assert not data_warnings(dropped, pack_documents(dropped.items[:2], 8, path), Documents([], []))

@@ -1,0 +1,131 @@
+"""Rows of data files: JSONL (also `.gz`), one JSON list, Parquet, and datasets of the Hugging Face hub.
+
+Every fault is reported with file and row; nothing is skipped, because a skipped row changes what is trained on without
+anyone noticing.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eagle3_jax.errors import UserError
+
+HUB = "hf:"
+
+
+def rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (number from 1, object) of each row; for JSONL the number of its line. Blank lines are none.
+
+    path: `.jsonl` or `.jsonl.gz` (one object a line; also for other endings), `.json` (a list of objects), `.parquet`,
+    or `hf:NAME[/CONFIG][:SPLIT]`, a dataset of the hub (split `train` unless given; needs the extra `data`).
+    Raises UserError for a missing, unreadable, torn or empty file, and for what is no object.
+    """
+    name = str(path)
+    if name.startswith(HUB):
+        found = _hub_rows(name)
+    else:
+        _require_file(path)
+        suffix = Path(name.removesuffix(".gz")).suffix
+        found = {".json": _json_rows, ".parquet": _parquet_rows}.get(suffix, _jsonl_rows)(path)
+    empty = True
+    for number, row in found:
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: expected an object in each row, found a {type(row).__name__}")
+        empty = False
+        yield number, row
+    if empty:
+        raise UserError(f"{path}: the file is empty; expected one object a row")
+
+
+def is_hub(path: str | Path) -> bool:
+    """Whether the name is that of a dataset on the hub."""
+    return str(path).startswith(HUB)
+
+
+def _require_file(path: str | Path) -> None:
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path}: no permission to read it")
+
+
+def _jsonl_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Lines are split at b"\\n" alone: str.splitlines would also cut at U+2028, legal inside a JSON string."""
+    with _open(path) as file:
+        for number, raw in enumerate(_guarded(file, path), start=1):
+            if raw.strip():
+                yield number, _parse(raw, f"{path}:{number}", "JSONL has one object a line")
+
+
+def _json_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
+    with _open(path) as file:
+        raw = b"".join(_guarded(file, path))
+    if not raw.strip():
+        return
+    try:
+        whole = _parse(raw, str(path), "a .json file holds one list of objects")
+    except UserError:
+        yield from _jsonl_rows(path)  # JSON lines under this name are common; their faults come with a line
+        return
+    yield from enumerate(whole if isinstance(whole, list) else [whole], start=1)
+
+
+def _parse(raw: bytes, where: str, hint: str) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        raise UserError(f"{where}: bad JSON ({reason}); {hint}") from error
+
+
+def _open(path: str | Path):
+    return (gzip.open if str(path).endswith(".gz") else open)(path, "rb")
+
+
+def _guarded(file, path: str | Path) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: not a whole gzip file ({error}); write it again or give it another name") from error
+
+
+def _parquet_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
+    parquet = _extra("pyarrow.parquet", f"{path} is Parquet")
+    from pyarrow import ArrowException
+
+    try:
+        number = 0
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a whole Parquet file ({' '.join(str(error).split())[:120]})") from error
+
+
+def _hub_rows(name: str) -> Iterator[tuple[int, Any]]:
+    datasets = _extra("datasets", f"{name} is a dataset of the hub")
+    dataset, _, split = name.removeprefix(HUB).partition(":")
+    owner, *rest = dataset.split("/")
+    parts = ("/".join([owner, *rest[:1]]), *rest[1:])
+    try:
+        loaded = datasets.load_dataset(*parts, split=split or "train")
+    except Exception as error:  # the hub client raises a dozen unrelated types; each becomes one line
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{name}: the hub did not give it ({reason}); the form is hf:NAME[/CONFIG][:SPLIT]") from error
+    yield from enumerate(loaded, start=1)
+
+
+def _extra(module: str, why: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{why}, which needs {module.split('.')[0]} / pip install 'eagle3-jax[data]'") from error

@@ -1,0 +1,80 @@
+"""response_format as a grammar over tokens, through llguidance (extra `structured`)."""
+
+import json
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from eagle3_jax.errors import UserError
+from eagle3_jax.serving.api.errors import ApiError
+
+_ANY_OBJECT = {"type": "object"}
+
+
+class JsonGrammar:
+    """One answer's place in its grammar (a `serving.requests.Grammar`). Raises UserError if it cannot go on."""
+
+    def __init__(self, matcher: Any, vocab_size: int):
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
+
+    def mask(self) -> np.ndarray:
+        from llguidance.numpy import fill_next_token_bitmask
+
+        fill_next_token_bitmask(self._matcher, self._bits)
+        self._check()
+        return np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little")[: self._vocab_size].astype(bool)
+
+    def advance(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UserError(f"response_format: {' '.join(self._matcher.get_error().split())[:300]}")
+
+
+def json_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The schema that an answer must meet, None for free text. Raises ApiError for any other format."""
+    kind = (response_format or {"type": "text"}).get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _ANY_OBJECT
+    named = response_format.get("json_schema")
+    if kind != "json_schema" or not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+        known = "text, json_object, or json_schema with json_schema: {name, schema}"
+        raise ApiError(400, f"response_format: use {known}", "response_format")
+    return named["schema"]
+
+
+class Grammars:
+    """Makes grammars for a tokenizer; `new` may take a second and is to be called in a thread."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]):
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
+        self._known: Any = None  # the tokenizer in llguidance's form
+
+    def new(self, schema: dict[str, Any]) -> Callable[[], JsonGrammar]:
+        """Makes a grammar for each choice of an answer. Raises ApiError for a schema that is not supported."""
+        try:
+            from llguidance import LLMatcher
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ApiError(
+                400, "response_format needs the extra `structured`: pip install 'eagle3-jax[structured]'"
+            ) from error
+        if not self._eos:
+            raise ApiError(400, "response_format: the model has no end token, so its answers could not end")
+        if self._known is None:
+            self._known = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos)
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        except ValueError as error:
+            raise ApiError(400, f"response_format: {error}", "response_format") from error
+        matcher = LLMatcher(self._known, grammar, log_level=0)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:300]
+            raise ApiError(400, f"response_format: {reason}", "response_format")
+        return lambda: JsonGrammar(matcher.deep_copy(), self._vocab_size)

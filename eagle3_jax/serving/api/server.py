@@ -1,0 +1,69 @@
+"""The process: a listening socket, signals, and an end that lets running answers finish."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from eagle3_jax.errors import UserError
+
+_log = logging.getLogger("eagle3_jax.serving")
+_DEAD_SECONDS = 1.0  # in which a dead engine is seen in /health and its clients get their errors
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket (port 0: any free one). Raises UserError if the address cannot be had."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot listen on {host}:{port} / {reason} / choose another --host or --port") from error
+
+
+def run(app: Starlette, engine: Any, listener: socket.socket, drain_seconds: float) -> int:
+    """Serves until a signal comes or the engine dies; returns the exit code: 0, or 1 if it died.
+
+    The first SIGTERM or SIGINT ends it gracefully: no new requests, running ones have `drain_seconds` to finish. The
+    second ends it at once.
+    """
+    quiet = {"log_config": None, "access_log": False, "server_header": False}
+    config = uvicorn.Config(app, lifespan="off", ws="none", timeout_graceful_shutdown=5, **quiet)
+    server = _Server(config, engine, drain_seconds)
+    server.run([listener])
+    return 1 if server.engine_died else 0
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, engine: Any, drain_seconds: float):
+        super().__init__(config)
+        self.engine, self.drain_seconds = engine, drain_seconds
+        self.engine_died = self._signalled = False
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self._signalled:
+            print("second signal: ending at once", file=sys.stderr, flush=True)
+            os._exit(128 + sig)
+        self._signalled = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Waits for what ends the server, and ends it."""
+        while not self._signalled and self.engine.state not in ("dead", "stopped"):
+            await asyncio.sleep(0.1)
+        if self.engine.state == "dead":
+            self.engine_died = True
+            _log.error("the engine died", extra={"facts": {"error": self.engine.error}})
+            await asyncio.sleep(_DEAD_SECONDS)
+        else:
+            _log.info("draining", extra={"facts": {"seconds": self.drain_seconds}})
+            await self.engine.drain(self.drain_seconds)
+        self.should_exit = True

@@ -1,0 +1,118 @@
+"""What the handlers share: the engine, the model's tokenizer and limits; a body to requests of the engine."""
+
+import asyncio
+import dataclasses
+import functools
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from eagle3_jax.data.detokeniser import Vocabulary
+from eagle3_jax.serving.api.errors import ApiError
+from eagle3_jax.serving.api.fields import ChatBody, CompletionBody
+from eagle3_jax.serving.api.grammar import Grammars, json_schema
+from eagle3_jax.serving.api.sampling import sampling_params
+from eagle3_jax.serving.api.tools import ToolFormat, tool_format
+from eagle3_jax.serving.metrics import Metrics
+from eagle3_jax.serving.observed import Observed
+from eagle3_jax.serving.requests import Request
+from eagle3_jax.speculate.request import check_params
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """An engine, as far as the API uses it."""
+
+    state: str
+    error: str | None
+
+    def check(self, request: Request) -> None: ...
+    def stream(self, request: Request) -> Any: ...
+    def stats(self) -> Any: ...
+
+
+@dataclass
+class Service:
+    """model: the name that requests may give. max_len: most tokens of a prompt and its answer. timeout: most seconds
+    that a request may take, waiting included."""
+
+    engine: Serving
+    tokenizer: Any
+    model: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_len: int
+    timeout: float | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self):
+        self.metrics = Metrics(self.engine, self.model)
+        self.observed = Observed(self.engine, self.metrics)
+        self.vocabulary = Vocabulary(self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        # One thread: a tokenizer cannot be used from two at once, and the event loop must not wait for long texts.
+        self._texts = ThreadPoolExecutor(1, "texts")
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat | None:
+        return tool_format(self.tokenizer.chat_template)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model:
+            message = f"the model {name} does not exist here: this server has {self.model}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def check_ready(self) -> None:
+        """Raises ApiError 503 unless requests are taken now."""
+        if self.engine.state != "ready":
+            reason = self.engine.error or {"warming": "the server is starting"}.get(
+                self.engine.state, "the server is shutting down"
+            )
+            raise ApiError(503, reason, code=self.engine.state, headers={"Retry-After": "5"})
+
+    async def in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs work on texts beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, function, *arguments)
+
+    async def requests(
+        self, body: ChatBody | CompletionBody, answer_id: str, prompts: Sequence[Sequence[int]]
+    ) -> list[Request]:
+        """For each prompt its n requests, with seeds seed, seed + 1, ... Raises ApiError or UserError if one of them
+        could never be answered."""
+        new_grammar = await self._new_grammar(body)
+        seed = secrets.randbits(31) if body.seed is None else body.seed
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        requests = []
+        for prompt in prompts:
+            room = self.max_len - len(prompt)
+            params = sampling_params(body, self.eos_token_ids, max(room, 1) if body.longest is None else body.longest)
+            check_params(params, self.vocab_size)
+            for i in range(body.n or 1):
+                request = Request(
+                    request_id=f"{answer_id}-{len(requests)}",
+                    prompt=tuple(prompt),
+                    params=dataclasses.replace(params, seed=seed + i),
+                    strategy=body.eagle3.strategy if body.eagle3 else None,
+                    logprobs=body.wanted_logprobs,
+                    grammar=new_grammar() if new_grammar else None,
+                    deadline=deadline,
+                )
+                self.engine.check(request)
+                requests.append(request)
+        return requests
+
+    async def _new_grammar(self, body: ChatBody | CompletionBody) -> Callable[[], Any] | None:
+        schema = json_schema(body.response_format)
+        if schema is None:
+            return None
+        if body.ignore_eos or body.min_tokens:
+            raise ApiError(400, "response_format goes with neither ignore_eos nor min_tokens", "response_format")
+        return await self.in_thread(self.grammars.new, schema)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

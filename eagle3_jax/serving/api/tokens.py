@@ -1,0 +1,67 @@
+"""POST /tokenize and /detokenize, as in vLLM; GET /v1/models and /health."""
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from eagle3_jax.data.template import text_ids
+from eagle3_jax.serving.api.chat import chat_prompt
+from eagle3_jax.serving.api.errors import ApiError
+from eagle3_jax.serving.api.fields import DetokenizeBody, TokenizeBody, parse
+from eagle3_jax.serving.api.service import Service
+from eagle3_jax.serving.api.tools import check_tools
+
+
+async def tokenize(http: HttpRequest) -> Response:
+    service: Service = http.app.state.service
+    body = parse(TokenizeBody, await http.body())
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", "prompt")
+    tokens = await service.in_thread(_tokens, service, body)
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_len})
+
+
+def _tokens(service: Service, body: TokenizeBody) -> list[int]:
+    if body.messages is not None:
+        return chat_prompt(service.tokenizer, body.messages, check_tools(body.tools or [], None))
+    if body.add_special_tokens:
+        return text_ids(service.tokenizer, body.prompt)
+    return service.tokenizer(body.prompt, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+async def detokenize(http: HttpRequest) -> Response:
+    """Special tokens come out by their names."""
+    service: Service = http.app.state.service
+    body = parse(DetokenizeBody, await http.body())
+    service.check_model(body.model)
+    if outside := [token for token in body.tokens if not 0 <= token < service.vocab_size]:
+        raise ApiError(400, f"tokens: {outside[0]} is outside 0..{service.vocab_size - 1}", "tokens")
+    raw = b"".join(map(service.vocabulary.bytes_of, body.tokens))
+    return JSONResponse({"prompt": raw.decode(errors="replace")})
+
+
+async def models(http: HttpRequest) -> Response:
+    return JSONResponse({"object": "list", "data": [_card(http.app.state.service)]})
+
+
+async def model(http: HttpRequest) -> Response:
+    service: Service = http.app.state.service
+    service.check_model(http.path_params["name"])
+    return JSONResponse(_card(service))
+
+
+def _card(service: Service) -> dict:
+    facts = {"created": service.created, "owned_by": "eagle3-jax", "max_model_len": service.max_len}
+    return {"id": service.model, "object": "model", **facts}
+
+
+async def health(http: HttpRequest) -> Response:
+    """200 when requests are taken; 503 while the server starts or stops, and when its engine has died."""
+    engine = http.app.state.service.engine
+    ready = engine.state == "ready"
+    return JSONResponse({"status": engine.state, "error": engine.error}, 200 if ready else 503)
+
+
+async def metrics(http: HttpRequest) -> Response:
+    content, kind = http.app.state.service.metrics.render()
+    return Response(content, headers={"Content-Type": kind})

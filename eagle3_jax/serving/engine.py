@@ -1,0 +1,360 @@
+"""The engine: requests in, Deltas out. One thread owns the device and goes round the loop
+
+    take what callers ask for (`stream`, `cancel`)  ->  scheduler: who runs  ->  runner: run it  ->  deliver Deltas
+
+Callers live in asyncio loops; a Delta reaches theirs through `call_soon_threadsafe`. What goes wrong with one request
+(logits that are not finite, its grammar raising) ends that request alone; anything else ends the thread, visibly.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from eagle3_jax.draft.draft import Draft
+from eagle3_jax.errors import UserError
+from eagle3_jax.models.target import Target
+from eagle3_jax.serving.cache import SlotCache, bytes_per_token
+from eagle3_jax.serving.requests import (
+    Delta,
+    EngineStats,
+    EngineStopped,
+    QueueFull,
+    Request,
+    Settings,
+    TokenLogprobs,
+)
+from eagle3_jax.serving.runner import Outcome, Runner
+from eagle3_jax.serving.scheduler import Chunk, Round, Scheduler, Sequence
+from eagle3_jax.speculate.request import check_params, check_prompt, cut, spread
+from eagle3_jax.speculate.scores import MOST_LIKELIEST
+from eagle3_jax.speculate.strategy import parse_strategy
+
+_log = logging.getLogger("eagle3_jax.serving")
+
+
+@dataclass
+class _Counts:
+    prompt_tokens: int = 0
+    prefix_hits: int = 0
+    generated: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    finished: Counter = field(default_factory=Counter)
+    seconds: float = 1.0  # a request's running time, a moving average
+    running: int = 0
+    kv_tokens: int = 0
+
+
+class Engine:
+    """Serves a target and, with a draft, speculates. `start` it, then `stream` requests; see `requests` for the words.
+
+    state: "warming" (requests wait), "ready", "draining", "stopped", or "dead", and then `error` says why.
+    """
+
+    def __init__(self, target: Target, draft: Draft | None, settings: Settings):
+        if settings.max_len > target.config.max_positions:
+            window = target.config.max_positions
+            raise UserError(f"--max-len {settings.max_len} / the target's context is {window} tokens / lower it")
+        for name in ("slots", "max_len", "chunk"):
+            if getattr(settings, name) < 1:
+                raise UserError(f"{name} is {getattr(settings, name)} / it must be at least 1")
+        self.settings = settings
+        self.state, self.error = "warming", None
+        self._target, self._draft = target, draft
+        self._default = "chain:3" if settings.strategy == "auto" else settings.strategy
+        names = ("plain", self._default, *settings.strategies) if draft is not None else ("plain",)
+        self.strategies = {name: parse_strategy(name) for name in names}
+        self._runner = Runner(target, draft, settings.slots, settings.max_len, settings.chunk, self.strategies)
+        cache = SlotCache(settings.slots, draft is not None, settings.prefix_reuse)
+        self._scheduler = Scheduler(cache, settings.chunk)
+        self._counts = _Counts()
+        self._changed = threading.Condition()  # guards the next four
+        self._inbox: list[Sequence] = []
+        self._live: dict[str, Sequence] = {}
+        self._accepting, self._leave = True, False
+        self._thread = threading.Thread(target=self._run, name="eagle3-engine", daemon=True)
+
+    # What callers ask, from any thread.
+
+    def start(self) -> None:
+        """Starts the thread, which compiles every program and is then ready."""
+        self._thread.start()
+
+    def check(self, request: Request) -> None:
+        """Raises UserError, with the numbers, for a request that can never be served."""
+        self._strategy_of(request)
+        check_prompt(0, list(request.prompt), self._target)
+        check_params(request.params, self._target.config.vocab_size)
+        if len(request.prompt) >= self.settings.max_len:
+            raise UserError(
+                f"the prompt has {len(request.prompt)} tokens / the server's context, prompt and answer together, is "
+                f"{self.settings.max_len} / shorten it"
+            )
+        most = min(MOST_LIKELIEST, self._target.config.vocab_size)
+        if request.logprobs is not None and not 0 <= request.logprobs <= most:
+            raise UserError(f"log probabilities of the {request.logprobs} likeliest tokens / at most {most} are given")
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        """The Deltas of a request, the last one with a finish_reason. Leaving early cancels the request.
+
+        Raises UserError (`check`), QueueFull, EngineStopped.
+        """
+        self.check(request)
+        loop, deltas = asyncio.get_running_loop(), asyncio.Queue()
+        sequence = self._submit(request, lambda delta: loop.call_soon_threadsafe(deltas.put_nowait, delta))
+        try:
+            while True:
+                delta = await deltas.get()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._cancel(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request with finish_reason "cancelled" before its next round; nothing if it is not there."""
+        with self._changed:
+            sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._cancel(sequence)
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more requests, lets the running ones finish, cancels them after `seconds`; then the thread ends."""
+        with self._changed:
+            self._accepting = False
+            if self.state in ("warming", "ready"):
+                self.state = "draining"
+        await asyncio.to_thread(self._finish_all, seconds)
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        counts = self._counts
+        return EngineStats(
+            running=counts.running,
+            waiting=max(0, len(self._live) - counts.running),
+            slots=self.settings.slots,
+            kv_tokens_used=counts.kv_tokens,
+            kv_tokens_total=self.settings.slots * self.settings.max_len,
+            kv_bytes=self._runner.entries * self.settings.slots * sum(bytes_per_token(self._target, self._draft)),
+            prompt_tokens_total=counts.prompt_tokens,
+            prefix_hit_tokens_total=counts.prefix_hits,
+            generated_tokens_total=counts.generated,
+            rounds_total=counts.rounds,
+            draft_tokens_total=counts.drafted,
+            accepted_tokens_total=sum(counts.accepted_at),
+            accepted_per_position=tuple(counts.accepted_at),
+            finished=dict(counts.finished),
+        )
+
+    def _strategy_of(self, request: Request) -> str:
+        if self._draft is None or request.grammar is not None:
+            return "plain"  # a grammar says what may come after a token only when that token is committed
+        name = self._default if request.strategy in (None, "auto") else request.strategy
+        if name not in self.strategies:
+            parse_strategy(name)
+            raise UserError(f"strategy {name} is not compiled / this server has {', '.join(self.strategies)}")
+        return name
+
+    def _submit(self, request: Request, deliver: Callable[[Delta], None]) -> Sequence:
+        params, settings = spread(request.params, 1)[0], self.settings
+        request = replace(request, params=params)  # with a seed of its own if it had none
+        room = min(params.max_new_tokens, settings.max_len - len(request.prompt))
+        sequence = Sequence(request, self._strategy_of(request), params.stops(self._target), room, deliver)
+        with self._changed:
+            if not self._accepting:
+                raise EngineStopped(self.error or "the server is shutting down / ask another one")
+            if len(self._live) >= settings.slots + settings.queue:
+                raise QueueFull(max(1.0, self._counts.seconds * (1 + settings.queue / settings.slots) / 2))
+            if request.request_id in self._live:
+                raise UserError(f"request id {request.request_id!r} is in use / give each request its own")
+            self._live[request.request_id] = sequence
+            self._inbox.append(sequence)
+            self._changed.notify_all()
+        return sequence
+
+    def _cancel(self, sequence: Sequence) -> None:
+        with self._changed:
+            sequence.cancelled = True
+            self._changed.notify_all()
+
+    def _finish_all(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._live, timeout=seconds)
+            for sequence in self._live.values():
+                sequence.cancelled = True
+            self._leave = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self._runner.warm_up()
+            with self._changed:
+                if self.state == "warming":
+                    self.state = "ready"
+            while self._take_inbox():
+                self._step()
+            self.state = "stopped"
+        except BaseException as error:  # whatever it is, the callers must hear of it
+            _log.exception("the engine died")
+            self.error = f"the engine died: {type(error).__name__}: {error}"
+            self.state = "dead"
+        with self._changed:
+            self._accepting = False
+            left, self._inbox = list(self._live.values()), []
+            self._live.clear()
+            self._changed.notify_all()
+        for sequence in left:
+            _tell(sequence, Delta((), (), finish_reason="error", error=self.error))
+
+    def _take_inbox(self) -> bool:
+        """Waits until there is something to do; False if that is to leave."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._live or self._leave)
+            self._scheduler.waiting.extend(self._inbox)
+            self._inbox.clear()
+            return bool(self._live) or not self._leave
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        for sequence in self._scheduler:
+            if sequence.cancelled:
+                self._end(sequence, "cancelled")
+            elif sequence.request.deadline is not None and now >= sequence.request.deadline:
+                self._end(sequence, "deadline")
+        for sequence in self._scheduler.admit():
+            self._begin(sequence, now)
+        match self._scheduler.next():
+            case Chunk() as chunk:
+                self._read(chunk)
+            case Round() as round_:
+                self._round(round_)
+        running = [*self._scheduler.reading, *self._scheduler.decoding]
+        self._counts.running = len(running)
+        self._counts.kv_tokens = sum(sequence.read + len(sequence.tokens) for sequence in running)
+
+    def _begin(self, sequence: Sequence, now: float) -> None:
+        request, slot = sequence.request, sequence.slot.row
+        sequence.began = now
+        unusual = self._runner.set_sampling(slot, request.prompt, request.params)
+        sequence.everything = unusual or request.logprobs is not None or request.grammar is not None
+        self._counts.prompt_tokens += len(request.prompt)
+        self._counts.prefix_hits += sequence.read
+
+    def _read(self, chunk: Chunk) -> None:
+        sequence, prompt = chunk.sequence, chunk.sequence.request.prompt
+        last = self._runner.read(sequence.slot.row, prompt, chunk.start, chunk.stop)
+        sequence.read = chunk.stop
+        # The draft's entry of the newest token is right only once the token after it is known.
+        sequence.draft_read = min(chunk.stop, len(prompt) - 1)
+        if sequence.read == len(prompt) and self._masked(sequence):
+            outcome = self._runner.first(sequence.slot.row, last, len(prompt), sequence.request.logprobs is not None)
+            self._scheduler.prompt_read(sequence)
+            self._commit(sequence, outcome, 0, "plain", accepted=None)
+
+    def _round(self, round_: Round) -> None:
+        sequences = [sequence for sequence in round_.sequences if self._masked(sequence)]
+        if not sequences:
+            return
+        scored = [sequence.request.logprobs is not None for sequence in sequences]
+        everything = any(sequence.everything for sequence in sequences)
+        outcome = self._runner.round(round_.strategy, [s.slot.row for s in sequences], scored, everything)
+        depth, counts = self.strategies[round_.strategy].depth, self._counts
+        counts.accepted_at += [0] * (depth - len(counts.accepted_at))
+        for i, sequence in enumerate(sequences):
+            accepted = int(outcome.accepted[i])
+            counts.rounds += 1
+            counts.drafted += self.strategies[round_.strategy].nodes - 1
+            for position in range(accepted):
+                counts.accepted_at[position] += 1
+            self._commit(sequence, outcome, i, round_.strategy, accepted)
+
+    def _commit(self, sequence: Sequence, outcome: Outcome, i: int, strategy: str, accepted: int | None) -> None:
+        """Takes row i of an outcome into a request's answer and tells the caller."""
+        if not outcome.sound[i]:
+            self._end(sequence, "error", "the target's logits are not finite")
+            return
+        block = outcome.tokens[i, : (accepted or 0) + 1].tolist()
+        kept, reason = cut(block, sequence.room - len(sequence.tokens), sequence.stops)
+        shown = len(kept) - (reason == "stop")
+        depths = tuple(j + 1 if j < (accepted or 0) else 0 for j in range(shown))
+        try:
+            self._advance(sequence, kept, reason)
+        except Exception as error:  # a grammar is foreign code
+            self._end(sequence, "error", f"the grammar failed: {error}")
+            return
+        sequence.tokens += kept
+        # The target has read all but the newest token.
+        read = len(sequence.request.prompt) + len(sequence.tokens) - 1
+        sequence.draft_read = read - self._runner.draft_lag(sequence.slot.row)
+        self._counts.generated += shown
+        logprobs = None
+        if sequence.request.logprobs is not None:
+            logprobs = tuple(_logprobs(outcome, i, j, sequence.request.logprobs) for j in range(shown))
+        _tell(sequence, Delta(tuple(kept[:shown]), depths, accepted, strategy, logprobs, reason))
+        if reason is not None:
+            self._remove(sequence, reason)
+
+    def _masked(self, sequence: Sequence) -> bool:
+        """Puts the grammar's mask, if any, on the next token; False if that failed, which ends the request."""
+        grammar = sequence.request.grammar
+        if grammar is None:
+            return True
+        try:
+            sequence.allowed = np.asarray(grammar.mask())
+            if not sequence.allowed.any():
+                raise ValueError("it allows no token")
+            bias = np.where(sequence.allowed, 0.0, -np.inf).astype(np.float32)
+            for token, value in (sequence.request.params.logit_bias or {}).items():
+                bias[token] += value
+            self._runner.set_bias(sequence.slot.row, bias)
+        except Exception as error:  # a grammar is foreign code
+            self._end(sequence, "error", f"the grammar failed: {error}")
+            return False
+        return True
+
+    def _advance(self, sequence: Sequence, kept: list[int], reason: str | None) -> None:
+        grammar = sequence.request.grammar
+        if grammar is None:
+            return
+        for token in kept:
+            if not sequence.allowed[token]:
+                raise ValueError("every token it allows is forbidden by the sampling settings")
+            if reason != "stop":
+                grammar.advance(token)
+
+    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        """Ends a request between two rounds."""
+        _tell(sequence, Delta((), (), None, sequence.strategy, None, reason, error))
+        self._remove(sequence, reason)
+
+    def _remove(self, sequence: Sequence, reason: str) -> None:
+        self._scheduler.remove(sequence, reusable=reason != "error")
+        self._counts.finished[reason] += 1
+        if sequence.began:
+            self._counts.seconds += 0.1 * (time.monotonic() - sequence.began - self._counts.seconds)
+        with self._changed:
+            del self._live[sequence.request.request_id]
+            self._changed.notify_all()
+
+
+def _logprobs(outcome: Outcome, i: int, j: int, count: int) -> TokenLogprobs:
+    top = zip(outcome.scores.top_ids[i, j, :count], outcome.scores.top_logprobs[i, j, :count], strict=True)
+    return TokenLogprobs(float(outcome.scores.logprob[i, j]), tuple((int(token), float(p)) for token, p in top))
+
+
+def _tell(sequence: Sequence, delta: Delta) -> None:
+    try:
+        sequence.deliver(delta)
+    except RuntimeError:  # the caller's event loop is closed: nobody is there to be told
+        sequence.cancelled = True

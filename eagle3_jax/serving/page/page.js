@@ -1,0 +1,192 @@
+// Starts the page: settings, tabs, the composer, and the state of the server.
+
+import { health, keepKey, keptKey, model } from "./api.js";
+import { chat, clearChat } from "./chat.js";
+import { emptyRace, race } from "./race.js";
+import { element, say, showLive, showTrouble, starters } from "./view.js";
+
+const NOTES = {
+  auto: "The server picks what pays.",
+  plain: "One token a step; nothing is guessed.",
+  chain: "One line of guesses.",
+  tree: "Several branches of guesses; the best line that holds is kept.",
+};
+let served = null; // {id, strategies} of the model
+let running = null; // the AbortController of what runs now
+
+const number = (id) => element(id).valueAsNumber;
+const kind = () => document.querySelector("[name=kind]:checked").value;
+
+function strategy() {
+  if (kind() === "chain") return `chain:${number("chain-depth")}`;
+  if (kind() === "tree") return `tree:${["tree-depth", "tree-top", "tree-nodes"].map(number).join("x")}`;
+  return kind();
+}
+
+// Plain against plain would be no race.
+const rival = () => (kind() === "plain" ? `chain:${number("chain-depth")}` : strategy());
+
+function request(messages, name = strategy()) {
+  const system = element("system").value.trim();
+  return {
+    model: served.id,
+    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+    temperature: number("temperature"),
+    max_tokens: number("max-tokens"),
+    stream: true,
+    stream_options: { include_usage: true },
+    eagle3: { strategy: name, stats: true },
+  };
+}
+
+const racing = () => element("tab-race").getAttribute("aria-selected") === "true";
+
+async function go(prompt) {
+  const wrong = document.querySelector("#settings input:invalid:not([hidden] *)");
+  if (running || !prompt.trim()) return;
+  if (wrong) {
+    element("settings").open = true;
+    wrong.reportValidity();
+    return;
+  }
+  running = new AbortController();
+  const { signal } = running;
+  showTrouble(null);
+  element("prompt").value = "";
+  grow();
+  busy(true);
+  say("Answering");
+  try {
+    served ??= await model();
+    if (racing()) await race(prompt, request, rival(), signal);
+    else await chat(prompt, request, signal);
+  } catch (error) {
+    element("prompt").value ||= prompt; // nothing that was typed is lost
+    grow();
+    showTrouble(error.message, error.kind === "key" || error.kind === "refused" ? null : () => go(element("prompt").value));
+    if (error.kind === "key") {
+      element("settings").open = true;
+      element("key").focus();
+    }
+    if (!error.kind) throw error; // a fault of this page
+    watch();
+  } finally {
+    running = null;
+    busy(false);
+    if (document.activeElement === document.body) element("prompt").focus();
+  }
+}
+
+function busy(yes) {
+  element("send").hidden = yes;
+  element("stop").hidden = !yes;
+  for (const id of ["tab-chat", "tab-race", "clear"]) element(id).disabled = yes;
+  element("starters").hidden = yes || element("log").childElementCount > 0;
+  element("race-starters").hidden = yes;
+}
+
+function grow() {
+  const box = element("prompt");
+  box.style.height = "auto";
+  box.style.height = `${box.scrollHeight + 2}px`;
+}
+
+function select(tab) {
+  for (const id of ["chat", "race"]) {
+    const chosen = `tab-${id}` === tab;
+    element(`tab-${id}`).setAttribute("aria-selected", String(chosen));
+    element(`tab-${id}`).tabIndex = chosen ? 0 : -1;
+    element(id).hidden = !chosen;
+  }
+  element("prompt").placeholder = racing() ? "A prompt for both" : "Ask something";
+}
+
+// What the server has compiled: other kinds cannot be chosen, and the fields start at something it has.
+function offer(strategies) {
+  if (!strategies) return;
+  for (const name of ["chain", "tree"]) {
+    const shapes = strategies.filter((strategy) => strategy.startsWith(`${name}:`));
+    document.querySelector(`[name=kind][value=${name}]`).disabled = !shapes.length;
+    if (!shapes.length) continue;
+    const fields = { chain: ["chain-depth"], tree: ["tree-depth", "tree-top", "tree-nodes"] }[name];
+    const current = `${name}:${fields.map(number).join("x")}`;
+    if (shapes.includes(current)) continue;
+    shapes[0].split(":")[1].split("x").forEach((value, i) => (element(fields[i]).value = value));
+  }
+  shape();
+}
+
+function note() {
+  const shapes = served?.strategies?.filter((strategy) => strategy.startsWith(`${kind()}:`)) ?? [];
+  if (served?.strategies?.join() === "plain") return "This server has no draft: it decodes plainly.";
+  return shapes.length ? `${NOTES[kind()]} This server has ${shapes.join(", ")}.` : NOTES[kind()];
+}
+
+function shape() {
+  element("kind-note").textContent = note();
+  element("chain-shape").hidden = kind() !== "chain";
+  element("tree-shape").hidden = kind() !== "tree";
+  if (!running) emptyRace(rival());
+}
+
+// Shows whether the server is there, again every few seconds until it is ready.
+async function watch() {
+  const state = await health();
+  element("dot").className = `dot ${state}`;
+  if (state === "ready") {
+    try {
+      served = await model();
+      element("model").textContent = served.id;
+      offer(served.strategies);
+    } catch (error) {
+      element("model").textContent = error.message;
+    }
+    return;
+  }
+  element("model").textContent = state === "gone" ? "the server does not answer" : "the server is warming up";
+  setTimeout(watch, 3000);
+}
+
+element("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  go(element("prompt").value);
+});
+element("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  go(element("prompt").value);
+});
+element("prompt").addEventListener("input", grow);
+element("stop").addEventListener("click", () => running?.abort());
+addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
+element("tabs").addEventListener("click", (event) => event.target.id && select(event.target.id));
+element("tabs").addEventListener("keydown", (event) => {
+  if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+  const other = racing() ? "tab-chat" : "tab-race";
+  if (running) return;
+  select(other);
+  element(other).focus();
+});
+element("kinds").addEventListener("change", shape);
+element("settings").addEventListener("change", shape);
+element("key").value = keptKey();
+element("key").addEventListener("change", (event) => {
+  keepKey(event.target.value.trim());
+  showTrouble(null);
+  watch();
+});
+element("clear").addEventListener("click", () => {
+  clearChat();
+  element("live-steps").replaceChildren();
+  showLive(null);
+  busy(false);
+});
+
+if (matchMedia("(max-width: 60rem)").matches) element("settings").open = false;
+starters(element("starters"), go);
+starters(element("race-starters"), go);
+select("tab-chat");
+shape();
+showLive(null);
+watch();
+element("prompt").focus();

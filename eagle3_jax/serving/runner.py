@@ -1,0 +1,307 @@
+"""The runner: compiled programs over the caches of all slots, and nothing that decides.
+
+    set_sampling   a slot gets a request's settings
+    read           a chunk of a prompt goes into the caches of target and draft
+    first          the first new token of a prompt that is read to the end
+    round          one round of a strategy for some slots (`speculate.round`), the others untouched
+
+A round is two programs, the reading by the models (`verify`) and the choice of tokens (`commit`). Both are compiled for
+1, 2, 4, ... requests, the second in two variants: all greedy, nothing else wanted; and everything. A batch is filled up
+with rows that the caches lack, which are read as any row and never written. `warm_up` compiles all there is, so that
+nothing is compiled while serving.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.draft.draft import Draft
+from eagle3_jax.errors import UserError
+from eagle3_jax.models.attention import cached, empty_cache, put_rows, take_rows
+from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.drafting import DraftState, extend, fast_rows
+from eagle3_jax.speculate.generate import pair
+from eagle3_jax.speculate.request import SamplingParams, device_sampling
+from eagle3_jax.speculate.round import UNREAD, Models, State, Verified, Weights, cache_room, commit, read_unread, verify
+from eagle3_jax.speculate.sampling import choose, observe
+from eagle3_jax.speculate.scores import Scores, scores, sound
+from eagle3_jax.speculate.strategy import Strategy
+from eagle3_jax.taps import LastHidden, Taps
+
+_NARROW = 16  # prompt tokens read at once where there are no more
+
+
+class LastRead(NamedTuple):
+    """The newest token that was read: hidden state before the final norm, and what the draft reads (None without)."""
+
+    hidden: Float[Array, "1 1 H"]
+    taps: Taps | None
+
+
+class Outcome(NamedTuple):
+    """Of a round or a first token: tokens[b, : accepted[b] + 1] are new. sound: the target's logits were finite."""
+
+    tokens: Int[Array, "B levels"]
+    accepted: Int[Array, "B"]
+    sound: Bool[Array, "B"]
+    scores: Scores | None
+
+
+class Runner:
+    """The caches of `slots` rows for texts of max_len tokens, and the programs over them."""
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        slots: int,
+        max_len: int,
+        chunk: int,
+        strategies: Mapping[str, Strategy],
+    ):
+        self.models, self.weights = pair(target, draft)
+        self._target, self._slots, self._strategies = target, slots, strategies
+        self._chunk = min(chunk, max_len)
+        self.entries = max_len + max(UNREAD, *(cache_room(strategy, batch=1) for strategy in strategies.values()))
+        self._neutral = [True] * slots
+        self._unread = np.zeros(slots + 1, np.int32)  # plain rounds of each slot that the draft has not read
+        self._state = _empty(self.models, self.weights, target, draft, slots, self.entries)
+
+    def warm_up(self) -> None:
+        """Compiles every program there is, on rows that the caches lack."""
+        nowhere = self._slots
+        self._set_row(nowhere, [0], SamplingParams(seed=0))
+        self.set_bias(nowhere, np.zeros(self._target.config.vocab_size, np.float32))
+        for count in sorted({min(_NARROW, self._chunk), self._chunk}):
+            last = self.read(nowhere, [0] * count, 0, count)
+        self.first(nowhere, last, 1, True)
+        for size in _buckets(self._slots):
+            if self.models.draft is not None:
+                self._catch_up(np.full(size, nowhere, np.int32))
+            for name in self._strategies:
+                for everything in (False, True):
+                    self.round(name, [nowhere] * size, [everything] * size, everything)
+
+    def set_sampling(self, slot: int, prompt: Sequence[int], params: SamplingParams) -> bool:
+        """Gives a slot a request's settings; returns whether it needs the variant with everything."""
+        neutral = device_sampling(self._target, [prompt], [params]) is None
+        if not (neutral and self._neutral[slot]):
+            self._set_row(slot, prompt, params)
+            self._neutral[slot] = neutral
+        return not neutral
+
+    def _set_row(self, slot: int, prompt: Sequence[int], params: SamplingParams) -> None:
+        new = device_sampling(self._target, [prompt], [params], complete=True)
+        self._state = self._state._replace(sampling=_put(self._state.sampling, _row(slot), new))
+
+    def set_bias(self, slot: int, bias: np.ndarray) -> None:
+        """What is added to a slot's logits from now on, f32 [V]; -inf forbids a token."""
+        if slot < self._slots:
+            self._neutral[slot] = False
+        sampling = self._state.sampling
+        self._state = self._state._replace(sampling=sampling._replace(bias=_put(sampling.bias, _row(slot), bias[None])))
+
+    def read(self, slot: int, prompt: Sequence[int], start: int, stop: int) -> LastRead:
+        """Reads tokens [start, stop) of a prompt, at most a chunk of them; those before are in the caches."""
+        size = min(_NARROW, self._chunk) if stop - start <= _NARROW else self._chunk
+        start = min(start, self.entries - size)  # what is padded must fit as well, so some are read once more
+        ids, next_ids = np.zeros((1, size), np.int32), np.zeros((1, size), np.int32)
+        ids[0, : stop - start] = prompt[start:stop]
+        following = prompt[start + 1 : stop + 1]  # the newest token's is not known yet: its entry is written again
+        next_ids[0, : len(following)] = following
+        args = (ids, next_ids, _row(start), _row(stop - start), _row(len(prompt)))
+        self._state, last = _read(self.models, self.weights, self._state, _row(slot), *args)
+        return last
+
+    def first(self, slot: int, last: LastRead, length: int, scored: bool) -> Outcome:
+        """The first new token after a prompt of `length` tokens; `last`: what `read` returned for its end."""
+        args = (_row(slot), last, _row(length), np.asarray([scored]))
+        self._state, outcome = _first(self.models, self.weights, self._state, *args)
+        self._unread[slot] = 0
+        return jax.device_get(outcome)
+
+    def round(self, strategy: str, slots: Sequence[int], scored: Sequence[bool], everything: bool) -> Outcome:
+        """One round for these slots. scored: who wants log probabilities. everything: anybody is not plainly greedy."""
+        size = next(size for size in _buckets(self._slots) if size >= len(slots))
+        rows, wanted = np.full(size, self._slots, np.int32), np.zeros(size, bool)
+        rows[: len(slots)], wanted[: len(slots)] = slots, scored
+        shape = self._strategies[strategy]
+        if self.models.draft is not None:
+            unread = self._unread[slots].max()
+            if unread == UNREAD or (shape.depth and unread):
+                self._catch_up(rows)
+            self._unread[slots] += not shape.depth
+        self._state, verified = _verify(self.models, shape, self.weights, self._state, rows)
+        args = (self._state, verified, rows, wanted)
+        self._state, outcome = _commit(self.models, shape, everything, self.weights, *args)
+        return jax.device_get(outcome)
+
+    def _catch_up(self, rows: np.ndarray) -> None:
+        self._state = _catch_up(self.models, self.weights, self._state, rows)
+        self._unread[rows] = 0
+
+    def draft_lag(self, slot: int) -> int:
+        """Newest entries of a slot that the draft's cache lacks."""
+        return int(self._unread[slot])
+
+
+def _buckets(slots: int) -> list[int]:
+    """Numbers of requests for which rounds are compiled: powers of two up to `slots`, and that itself."""
+    return [size for size in (1 << i for i in range(slots.bit_length())) if size < slots] + [slots]
+
+
+def _row(number: int) -> np.ndarray:
+    return np.asarray([number], np.int32)
+
+
+def _empty(models: Models, weights: Weights, target: Target, draft: Draft | None, slots: int, entries: int) -> State:
+    """The state of `slots` slots that hold nothing."""
+    decoder, known = target.config, None
+    try:
+        cache = empty_cache(decoder.num_layers, slots, decoder.num_kv_heads, entries, decoder.head_dim, target.dtype)
+        if draft is not None:
+            shape, dtype = draft.config.decoder, weights.draft["lm_head"]["weight"].dtype
+            own = empty_cache(shape.num_layers, slots, shape.num_kv_heads, entries, shape.head_dim, dtype)
+            features = Taps(
+                [jnp.zeros((slots, UNREAD, decoder.hidden_size), dtype) for _ in models.taps.points], models.taps
+            )
+            nothing = jnp.zeros((slots, UNREAD), jnp.int32), jnp.zeros(slots, jnp.int32)
+            known = DraftState(own, jnp.zeros((slots, 1, shape.hidden_size), dtype), features, *nothing)
+        sampling = device_sampling(target, [[0]] * slots, [SamplingParams(seed=0)] * slots, complete=True)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(
+            f"no memory for {slots} slots of {entries} tokens / {str(error).splitlines()[0]} / lower one of them"
+        ) from error
+    return State(cache, jnp.ones(slots, jnp.int32), jnp.zeros(slots, jnp.int32), known, sampling)
+
+
+def _part(state: State, rows: Int[Array, "B"], with_sampling: bool) -> State:
+    """What a round of these rows takes: all of the caches, and the rows of everything else."""
+    draft = state.draft
+    small = state._replace(
+        cache=(),
+        draft=None if draft is None else draft._replace(cache=()),
+        sampling=state.sampling if with_sampling else None,
+    )
+    part = take_rows(small, rows)._replace(cache=state.cache)
+    return part if draft is None else part._replace(draft=part.draft._replace(cache=draft.cache))
+
+
+def _joined(state: State, rows: Int[Array, "B"], part: State) -> State:
+    """The state after a round of these rows. Of the sampling state only the counts of tokens change."""
+    sampling, draft = state.sampling, None
+    if part.sampling is not None:
+        counts = put_rows(sampling.penalties.counts, rows, part.sampling.penalties.counts)
+        sampling = sampling._replace(penalties=sampling.penalties._replace(counts=counts))
+    if part.draft is not None:
+        draft = put_rows(state.draft._replace(cache=()), rows, part.draft._replace(cache=()))
+        draft = draft._replace(cache=part.draft.cache)
+    length, pending = put_rows((state.length, state.pending), rows, (part.length, part.pending))
+    return State(part.cache, length, pending, draft, sampling)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(old, rows: Int[Array, "1"], new):
+    return put_rows(old, rows, new)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read(
+    models: Models,
+    weights: Weights,
+    state: State,
+    row: Int[Array, "1"],
+    ids: Int[Array, "1 C"],
+    next_ids: Int[Array, "1 C"],
+    start: Int[Array, "1"],
+    count: Int[Array, "1"],
+    total: Int[Array, "1"],
+) -> tuple[State, LastRead]:
+    """The first `count` of ids are tokens, the rest is padding: it is written behind them and never seen."""
+    target = models.target.merge(weights.target)
+    positions = start[:, None] + jnp.arange(ids.shape[1])
+    attend = cached(positions, row)
+    per_token = jnp.broadcast_to(total[:, None], ids.shape)
+    last, taps, cache = target(ids, positions, attend, state.cache, models.taps, per_token)
+
+    def newest(x: Float[Array, "1 C H"]) -> Float[Array, "1 1 H"]:
+        return jnp.take_along_axis(x, (count - 1)[:, None, None], axis=1)
+
+    state, hidden = state._replace(cache=cache), newest(last.before_norm())
+    if models.draft is None:
+        return state, LastRead(hidden, None)
+    known, draft = state.draft, models.draft.merge(weights.draft)
+    taps = taps.map(lambda a: a.astype(known.hidden.dtype))
+    _, draft_cache = draft(draft.project(taps), next_ids, positions, attend, known.cache)
+    return state._replace(draft=known._replace(cache=draft_cache)), LastRead(hidden, taps.map(newest))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _first(
+    models: Models,
+    weights: Weights,
+    state: State,
+    row: Int[Array, "1"],
+    last: LastRead,
+    length: Int[Array, "1"],
+    scored: Bool[Array, "1"],
+) -> tuple[State, Outcome]:
+    """Chooses the token; the draft reads the prompt's last slot, which pairs its features with that token."""
+    target, part = models.target.merge(weights.target), _part(state, row, with_sampling=True)
+    hidden, taps = jax.tree.map(lambda x: jnp.repeat(x, fast_rows(1, 1), axis=1), last)
+    logits = target.logits(LastHidden(hidden, normed=False))[:, :1]
+    token = choose(logits[:, 0], length, part.sampling)
+    sampling, known = observe(part.sampling, token, jnp.ones(1, bool)), part.draft
+    if known is not None:
+        draft, next_ids = models.draft.merge(weights.draft), jnp.repeat(token[:, None], fast_rows(1, 1), axis=1)
+        hidden, cache = extend(draft, known.cache, taps, next_ids, length - 1, jnp.ones(1, jnp.int32), row)
+        known = known._replace(cache=cache, hidden=hidden, count=jnp.zeros(1, jnp.int32))
+    outcome = Outcome(
+        tokens=token[:, None],
+        accepted=jnp.zeros(1, jnp.int32),
+        sound=sound(logits, jnp.ones(1, jnp.int32)),
+        scores=scores(logits, token[:, None], scored),
+    )
+    return _joined(state, row, State(part.cache, length, token, known, sampling)), outcome
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _verify(
+    models: Models, strategy: Strategy, weights: Weights, state: State, rows: Int[Array, "B"]
+) -> tuple[State, Verified]:
+    part, verified = verify(models, strategy, weights, _part(state, rows, with_sampling=False), rows)
+    draft = None if state.draft is None else state.draft._replace(cache=part.draft.cache)
+    return state._replace(cache=part.cache, draft=draft), verified
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _commit(
+    models: Models,
+    strategy: Strategy,
+    everything: bool,
+    weights: Weights,
+    state: State,
+    verified: Verified,
+    rows: Int[Array, "B"],
+    scored: Bool[Array, "B"],
+) -> tuple[State, Outcome]:
+    part = _part(state, rows, with_sampling=everything)
+    part, committed, logits = commit(models, strategy, weights, part, verified, rows)
+    outcome = Outcome(
+        tokens=committed.tokens,
+        accepted=committed.accepted,
+        sound=sound(logits, committed.accepted + 1),
+        scores=scores(logits, committed.tokens, scored) if everything else None,
+    )
+    return _joined(state, rows, part), outcome
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _catch_up(models: Models, weights: Weights, state: State, rows: Int[Array, "B"]) -> State:
+    part = _part(state, rows, with_sampling=False)
+    return _joined(state, rows, part._replace(draft=read_unread(models, weights, part.draft, part.length, rows)))

@@ -1,0 +1,124 @@
+"""The scheduler: who runs next. No arrays here, only requests and their order.
+
+A request waits, reads its prompt chunk by chunk (prefill), then takes part in rounds until it ends. Between two rounds
+at most `chunk` prompt tokens are read, so that a long prompt makes nobody wait for longer than that takes. A round is
+one compiled program of one strategy: the requests of a strategy run together, the strategies take turns.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eagle3_jax.serving.cache import Slot, SlotCache
+from eagle3_jax.serving.requests import Delta, Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in the engine. room: most new tokens. deliver: takes its Deltas. read: prompt tokens in the caches.
+
+    draft_read: entries of the draft's cache that are right. everything: rounds need more than the greedy variant.
+    allowed: the grammar's last mask, bool [V].
+    """
+
+    request: Request
+    strategy: str
+    stops: frozenset[int]
+    room: int
+    deliver: Callable[[Delta], None]
+    slot: Slot | None = None
+    read: int = 0
+    draft_read: int = 0
+    tokens: list[int] = field(default_factory=list)
+    everything: bool = False
+    allowed: np.ndarray | None = None
+    cancelled: bool = False
+    began: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Read prompt tokens [start, stop) of a request."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a strategy for these requests."""
+
+    strategy: str
+    sequences: list[Sequence]
+
+
+class Scheduler:
+    """waiting: not begun, in order of arrival. reading: prompts not read to the end. decoding: the others."""
+
+    def __init__(self, cache: SlotCache, chunk: int):
+        self.waiting: deque[Sequence] = deque()
+        self.reading: deque[Sequence] = deque()
+        self.decoding: list[Sequence] = []
+        self._cache, self._chunk = cache, chunk
+        self._spent = 0  # prompt tokens read since the last round
+        self._last_turn: dict[str, int] = {}
+        self._rounds = 0
+
+    def __iter__(self) -> Iterable[Sequence]:
+        return iter([*self.waiting, *self.reading, *self.decoding])
+
+    @property
+    def running(self) -> int:
+        return len(self.reading) + len(self.decoding)
+
+    def admit(self) -> list[Sequence]:
+        """Gives free slots to those who wait, first come first served; returns them."""
+        admitted = []
+        while self.waiting and self._cache.free:
+            sequence = self.waiting.popleft()
+            sequence.slot, sequence.read = self._cache.take(sequence.request.prompt)
+            sequence.draft_read = sequence.read
+            self.reading.append(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def next(self) -> Chunk | Round | None:
+        """What runs now; None if nothing can."""
+        if self.reading:
+            sequence = self.reading[0]
+            start, size = sequence.read, min(len(sequence.request.prompt) - sequence.read, self._chunk)
+            if not self.decoding or self._spent + size <= self._chunk:
+                self.reading.rotate(-1)  # a short prompt waits for one chunk of a long one, not for all of it
+                self._spent += size
+                return Chunk(sequence, start, start + size)
+        self._spent = 0
+        if not self.decoding:
+            return None
+        groups: dict[str, list[Sequence]] = {}
+        for sequence in self.decoding:
+            groups.setdefault(sequence.strategy, []).append(sequence)
+        strategy = min(groups, key=lambda name: self._last_turn.get(name, 0))
+        self._rounds += 1
+        self._last_turn[strategy] = self._rounds
+        return Round(strategy, groups[strategy])
+
+    def prompt_read(self, sequence: Sequence) -> None:
+        """The first new token is there: from now on it decodes."""
+        self.reading.remove(sequence)
+        self.decoding.append(sequence)
+
+    def remove(self, sequence: Sequence, reusable: bool) -> None:
+        """A request has ended. reusable: the entries it leaves behind are right."""
+        for place in (self.waiting, self.reading, self.decoding):
+            if sequence in place:
+                place.remove(sequence)
+        if sequence.slot is not None:
+            prompt = sequence.request.prompt
+            # The newest token has not been read by the target.
+            text = [*prompt, *sequence.tokens[:-1]] if sequence.tokens else prompt[: sequence.read]
+            kept = len(text) if reusable else 0
+            self._cache.give_back(sequence.slot, text[:kept], min(sequence.draft_read, kept))
+            sequence.slot = None

@@ -1,0 +1,272 @@
+"""Strategy `auto`: the policy on made-up costs, texts and acceptance while strategies change, the file of costs."""
+
+import json
+import logging
+import os
+
+import numpy as np
+import pytest
+
+import eagle3_jax as e3
+from eagle3_jax.speculate import controller, cost
+from eagle3_jax.speculate import generate as generating
+from eagle3_jax.speculate.controller import Controller, choose, expected_tokens, trained_acceptance, tree_rate
+from eagle3_jax.speculate.round import catch_up, prefill, speculate
+from eagle3_jax.speculate.strategy import PLAIN, Strategy, parse_strategy
+from tests.tiny import bigram_draft, bigram_target, not_a_number
+
+MENU = [parse_strategy(s) for s in ("plain", "chain:1", "chain:2", "chain:3", "chain:5", "tree:3x4x12")]
+DRAFTING = MENU[1:]
+# Seconds a round in plain steps: one stream on a CPU without bf16, eight of them there, one on an accelerator.
+CPU, CPU_8, GPU = ([1.0, 1.1, 1.24, 1.32, 1.6, 2.2], [1.0, 1.9, 2.4, 3.0, 4.0, 6.0], [1.0, 1.1, 1.15, 1.2, 1.3, 1.3])
+
+
+def table(costs: list[float]) -> dict[Strategy, float]:
+    return dict(zip(MENU, costs, strict=True))
+
+
+def same(rate: float) -> dict[Strategy, list[float]]:
+    return {strategy: [rate] * 5 for strategy in DRAFTING}
+
+
+# --- the policy
+
+
+def test_expected_tokens_are_those_of_independent_levels() -> None:
+    assert expected_tokens(3, [0.5, 0.4, 0.2]) == pytest.approx(1 + 0.5 + 0.2 + 0.04)
+    assert expected_tokens(1, [0.5, 0.4]) == 1.5 and expected_tokens(0, []) == 1
+
+
+@pytest.mark.parametrize(
+    ("costs", "rate", "expected"),
+    [
+        *((CPU, 0.05, "plain"), (CPU, 0.11, "plain"), (CPU, 0.3, "chain:1"), (CPU, 0.75, "chain:3")),
+        *((CPU, 1.0, "chain:5"), (CPU_8, 0.8, "plain"), (CPU_8, 1.0, "chain:5"), (GPU, 0.05, "plain")),
+        *((GPU, 0.5, "chain:3"), (GPU, 0.9, "chain:5")),
+    ],
+)
+def test_the_choice_is_the_most_tokens_a_second_or_plain(costs, rate: float, expected: str) -> None:
+    assert choose(table(costs), same(rate)).text == expected
+
+
+def test_a_tree_is_chosen_where_its_acceptance_pays() -> None:
+    rates = same(0.5) | {MENU[5]: [0.7] * 5}
+    assert choose(table(GPU), rates).text == "tree:3x4x12"
+    assert choose(table(CPU), rates).text == "chain:3"
+
+
+def simulate(costs: list[float], rate, rounds: int, batch: int = 1, trained=None) -> tuple[float, list[str]]:
+    """Tokens a second against plain decoding, drafts being right with probability rate(round), and what was chosen."""
+    policy, rng, times = Controller(5, trained), np.random.default_rng(0), table(costs)
+    seconds, tokens, chosen = 0.0, 0, []
+    for i in range(rounds):
+        strategy = policy.next(times)
+        right = rng.random((batch, max(strategy.depth, 1))) < tree_rate(rate(i), strategy)
+        accepted = np.cumprod(right, axis=1).sum(axis=1) if strategy.depth else np.zeros(batch, int)
+        policy.observe(strategy, accepted.tolist())
+        seconds, tokens = seconds + times[strategy], tokens + np.mean(accepted + 1)
+        chosen.append(strategy.text)
+    return tokens / seconds * times[PLAIN], chosen
+
+
+@pytest.mark.parametrize("costs", [CPU, CPU_8, GPU], ids=["cpu", "cpu at batch 8", "accelerator"])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("trained", [None, [0.5, 0.5, 0.5]])
+def test_never_much_slower_than_plain_and_as_fast_as_the_best(costs, batch: int, trained) -> None:
+    for rate in (0.0, 0.05, 0.2, 0.5, 0.8, 1.0):
+        speed, _ = simulate(costs, lambda i: rate, 120, batch, trained)  # noqa: B023
+        best = max(expected_tokens(s.depth, [tree_rate(rate, s)] * 5) / table(costs)[s] for s in MENU)
+        assert speed >= 0.97, (rate, speed)
+        if trained is None or rate < 1:  # where training was far wrong, and probes are dear, they take longer
+            assert speed >= 0.85 * best, (rate, speed, best)
+
+
+def test_drafting_comes_back_when_it_pays_again() -> None:
+    """Useless for 300 rounds, then good: rare probes find out, and cost next to nothing before."""
+    _, chosen = simulate(CPU, lambda i: 0.0 if i < 200 else 0.8, 500)
+    assert chosen[100:200].count("plain") >= 90 and chosen[450:].count("plain") <= 5
+    speed, chosen = simulate(CPU, lambda i: 0.0, 600)
+    assert 10 <= 500 - chosen[100:].count("plain") <= 40 and speed >= 0.99
+
+
+def test_acceptance_is_counted_by_depth_and_fades() -> None:
+    policy = Controller(5)
+    assert policy.rates == pytest.approx([0.3] * 5)
+    for _ in range(200):
+        policy.observe(MENU[3], [3, 1])
+    rates = policy.rates
+    assert rates == pytest.approx([1, 0.5, 1, 1, 1], abs=0.08)  # untried depths follow
+    for _ in range(100):
+        policy.observe(MENU[1], [0, 0])
+    assert policy.rates[0] < 0.05 and policy.rates[2] == pytest.approx(rates[2], abs=0.05)
+    for _ in range(100):
+        policy.observe(MENU[5], [3, 0])
+    assert tree_rate(policy.rates[0], MENU[5]) == pytest.approx(0.5, abs=0.08) and policy.rates[0] < 0.45
+
+
+def test_what_training_measured_is_the_first_guess(tiny_draft) -> None:
+    import dataclasses
+
+    def guess(facts) -> list[float] | None:
+        return trained_acceptance(dataclasses.replace(tiny_draft, facts=facts))
+
+    assert guess({"training": {"conditional_acceptance": [0.4, 0.3]}}) == [0.4, 0.3]
+    for unusable in ({}, {"training": None}, {"training": {"conditional_acceptance": []}}):
+        assert guess(unusable) is None
+    for unusable in ([0.4, None], [2.0], "0.4", [float("nan")]):
+        assert guess({"training": {"conditional_acceptance": unusable}}) is None
+    assert Controller(5, [0.4, 0.3]).rates == pytest.approx([0.4, 0.35, 0.35, 0.35, 0.35])
+
+
+# --- texts and acceptance while strategies change
+
+VOCAB, NEW = 64, 60
+PROMPTS = [[3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2], [60], list(range(20, 33))]
+SCRIPT = ["chain:2", *["plain"] * 3, "chain:1", "tree:3x4x12", "chain:3", *["plain"] * 18, "chain:3", "plain"]
+
+
+@pytest.fixture(scope="module")
+def target() -> e3.Target:
+    return bigram_target(VOCAB, context=0.5)
+
+
+@pytest.fixture(scope="module")
+def draft(target) -> e3.Draft:
+    return bigram_draft(target, 0.1)
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> list[e3.Result]:
+    return e3.generate(target, None, PROMPTS, NEW, stop_token_ids=())
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Rounds take the strategies of a list in turn, whatever the controller would choose."""
+
+    def follow(script: list[str]) -> None:
+        monkeypatch.setattr(generating, "_costs", lambda *args: ({}, args[-1]))
+        shapes = [parse_strategy(text) for text in script]
+        turn = iter(shapes * 100)
+        monkeypatch.setattr(Controller, "next", lambda self, costs: next(turn))
+
+    return follow
+
+
+def test_changing_strategies_in_the_middle_of_a_text_changes_nothing(target, draft, plain, scripted) -> None:
+    scripted(SCRIPT)
+    answers = e3.generate(target, draft, PROMPTS, NEW, "auto", stop_token_ids=())
+    assert [a.tokens for a in answers] == [p.tokens for p in plain]
+    ran = answers[0].strategies
+    assert ran == (SCRIPT * 3)[: len(ran)] and len(ran) > SCRIPT.index("chain:3") + 20
+    assert all(len(drafts) == 0 for drafts, s in zip(answers[0].drafts, ran, strict=True) if s == "plain")
+
+
+def test_drafts_after_a_pause_are_those_without_one(target, draft, scripted) -> None:
+    """Plain rounds, fewer and more than the draft is left at once, and trees before: its cache misses nothing.
+
+    The reference reads prompt and answer so far as one prompt, and drafts from there.
+    """
+    scripted(SCRIPT)
+    paused = e3.generate(target, draft, PROMPTS, NEW, "auto", stop_token_ids=())
+    compared = 0
+    for prompt, answer in zip(PROMPTS, paused, strict=True):
+        position = 1
+        for accepted, drafts, strategy in zip(answer.accepted, answer.drafts, answer.strategies, strict=True):
+            if strategy in ("chain:2", "chain:3"):
+                text = (prompt + answer.tokens)[: len(prompt) + position - 1]
+                alone = e3.generate(target, draft, [text] * 4, 6, strategy, stop_token_ids=())[0]
+                assert (alone.drafts[0], alone.accepted[0]) == (drafts, accepted), (strategy, position)
+                compared += 1
+            position += accepted + 1
+    assert compared >= 12
+
+
+def test_auto_gives_the_plain_text_and_keeps_what_it_measured(target, draft, plain, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(controller, "_MENU", ("plain", "chain:1", "chain:3", "tree:3x4x12"))
+    for which in (draft, bigram_draft(target, 5.0), not_a_number(draft)):
+        answers = e3.generate(target, which, PROMPTS, NEW, "auto", stop_token_ids=())
+        assert [a.tokens for a in answers] == [p.tokens for p in plain]
+    (file,) = (tmp_path / "eagle3_jax" / "costs").iterdir()
+    assert set(json.loads(file.read_text())["seconds"]) == {"plain", "chain:1", "chain:3", "tree:3x4x12"}
+    sizes = [f._cache_size() for f in (prefill, speculate, catch_up)]
+    mixed = [[1], [2] * 30, [3, 4], [5] * 7]
+    for settings in ({"max_new_tokens": 50}, {"max_new_tokens": 9, "stop_token_ids": [1, 2, 3]}):
+        e3.generate(target, draft, mixed, strategy="auto", **settings)
+    assert [f._cache_size() for f in (prefill, speculate, catch_up)] == sizes  # after warm-up nothing is compiled
+
+
+def test_auto_needs_a_draft(target) -> None:
+    with pytest.raises(e3.UserError, match="strategy auto needs a draft"):
+        e3.generate(target, None, PROMPTS, strategy="auto")
+
+
+# --- the file of costs
+
+
+@pytest.fixture
+def key(monkeypatch, tmp_path) -> dict:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return {"batch": 4, "of": "a test"}
+
+
+def measured() -> dict[Strategy, float]:
+    return {strategy: 1.0 + i for i, strategy in enumerate(MENU)}
+
+
+def never() -> dict[Strategy, float]:
+    raise AssertionError("measured again")
+
+
+def test_costs_are_measured_once(key) -> None:
+    assert cost.known_costs(key, MENU, measured) == measured() == cost.known_costs(key, MENU, never)
+    assert [path.suffix for path in cost.cost_file(key).parent.iterdir()] == [".json"]
+    with pytest.raises(AssertionError):
+        cost.known_costs(key | {"of": "another"}, MENU, never)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"key": 1, "seconds": {}}',
+        "\x00\xff",
+        "[" * 100_000,
+        "foreign",
+        "few",
+        "nan",
+        "negative",
+    ],
+)
+def test_a_file_that_cannot_be_used_is_replaced(key, content: str, caplog) -> None:
+    path = cost.cost_file(key)
+    seconds = {strategy.text: 1.0 for strategy in MENU}
+    made = {
+        "foreign": {"key": key | {"batch": 8}, "seconds": seconds},
+        "few": {"key": key, "seconds": {"plain": 1.0}},
+        "nan": {"key": key, "seconds": seconds | {"plain": float("nan")}},
+        "negative": {"key": key, "seconds": seconds | {"chain:3": -1}},
+    }
+    path.parent.mkdir(parents=True)
+    path.write_bytes((json.dumps(made[content]) if content in made else content).encode("latin-1"))
+    with caplog.at_level(logging.WARNING):
+        assert cost.known_costs(key, MENU, measured) == measured()
+    assert "ignoring the file of round costs" in caplog.text
+    assert cost.known_costs(key, MENU, never) == measured()
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(key, tmp_path, caplog) -> None:
+    (tmp_path / "eagle3_jax").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        assert cost.known_costs(key, MENU, measured) == measured()
+    assert "cannot keep the measured round costs" in caplog.text and os.listdir(tmp_path) == ["eagle3_jax"]
+
+
+def test_strategies_take_turns_and_the_first_turn_is_not_counted() -> None:
+    runs = []
+    costs = cost.time_each(runs.append, MENU[:2])
+    assert list(costs) == MENU[:2] and runs[:4] == MENU[:2] * 2 and all(seconds >= 0 for seconds in costs.values())
