@@ -254,6 +254,8 @@ def test_a_broken_source_leaves_nothing(tmp_path: Path, tiny_draft, refused) -> 
     assert "qq_proj" in refused(broken, tmp_path / "out", "speculators")
     lacking = write(tmp_path / "b", tiny_draft, "sglang", tensors={"midlayer.mlp.up_proj.weight": None})
     assert "missing: layers.0.mlp.up_proj.weight" in refused(lacking, tmp_path / "out", "speculators")
+    nan = write(tmp_path / "n", tiny_draft, "sglang", tensors={"norm.weight": np.full(64, np.nan, np.float32)})
+    assert "norm.weight holds NaN or infinity" in refused(nan, tmp_path / "out", "speculators")
     silent = write(tmp_path / "c", tiny_draft, "safeailab")
     assert "--taps" in refused(silent, tmp_path / "out", "speculators")
     assert "no list of numbers" in refused(silent, tmp_path / "out", "speculators", "--taps", "two")
@@ -268,6 +270,9 @@ def test_an_existing_folder_is_kept(tmp_path: Path, tiny_draft, run) -> None:
     assert code == 2 and "is no draft folder" in err and (tmp_path / "notes" / "thesis.txt").exists()
     code, _, err = run("convert", source, source, "--to", "sglang")
     assert code == 2 and "same folder" in err
+    (tmp_path / "file").write_text("mine")
+    code, _, err = run("convert", source, tmp_path / "file", "--to", "sglang")
+    assert code == 2 and err.count("\n") == 1 and (tmp_path / "file").read_text() == "mine"
     e3.save_draft(tiny_draft, tmp_path / "run")
     inner = saved(tmp_path / "run" / "export", tiny_draft)
     code, _, err = run("convert", inner, tmp_path / "run", "--to", "sglang")
