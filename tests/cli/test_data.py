@@ -173,7 +173,9 @@ def test_inspect_prints_and_writes_what_it_found(eagle3, target, tmp_path):
         "4 wide, the target 64" in eagle3("data", "inspect", file, "--target", target, "--dtype", "float32").complaint
     )
     assert "torch.nn.modules.linear.Linear" in eagle3("data", "inspect", FOREIGN / "module.pt").complaint
-    assert "neither a zip" in eagle3("data", "inspect", __file__).complaint
+    assert "it is text" in eagle3("data", "inspect", __file__).complaint
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "it is empty" in eagle3("data", "inspect", tmp_path / "empty.jsonl").complaint
 
 
 def test_inspect_with_the_target_says_what_to_write(eagle3, target, tmp_path):
