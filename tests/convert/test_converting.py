@@ -171,6 +171,27 @@ def test_names_and_keys_that_the_servers_look_up(tmp_path: Path, tiny_draft, con
     assert "norm_output" not in raw and raw["rope_theta"] == 500000.0 and raw["rope_scaling"] is None
 
 
+# What the loaders of sglang-jax (python/sgl_jax/srt/models/llama_eagle3.py) and tpu-inference
+# (tpu_inference/models/jax/llama_eagle3.py) look up, by exact name. Published drafts hold t2d
+# besides; both servers take the target's embedding.
+JAX_SERVERS = {"d2t", "fc.weight", "lm_head.weight", "norm.weight"} | {
+    f"midlayer.{name}.weight"
+    for name in (
+        *("input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj"),
+        *("mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    )
+}
+
+
+def test_the_jax_servers_find_every_tensor_they_look_up(tmp_path: Path, tiny_draft, convert) -> None:
+    convert(saved(tmp_path / "s", tiny_draft), tmp_path / "d", "sglang")
+    assert load_file(tmp_path / "d" / "model.safetensors").keys() - {"embed_tokens.weight", "t2d"} == JAX_SERVERS
+    raw = json.loads((tmp_path / "d" / "config.json").read_text())
+    # Both build fc for three taps and one layer, from these keys of a LlamaConfig.
+    assert raw["num_hidden_layers"] == 1 and raw["tie_word_embeddings"] is False
+    assert {"hidden_size", "vocab_size", "draft_vocab_size", "rms_norm_eps", "intermediate_size"} <= raw.keys()
+
+
 @pytest.mark.parametrize(
     ("taps", "rule", "ids"),
     [
