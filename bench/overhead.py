@@ -10,6 +10,7 @@ import asyncio
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -66,7 +67,7 @@ async def _rate(streams: list) -> float:
     return sum(counts) / (time.perf_counter() - begun)
 
 
-async def measure(options: argparse.Namespace, server_options: list[str]) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, server_options: list[str], log: Path) -> dict[str, Any]:
     target = e3.load_target(options.target, dtype=options.dtype)
     draft = e3.load_draft(options.draft, dtype=options.dtype, target=target)
     texts = [
@@ -78,7 +79,7 @@ async def measure(options: argparse.Namespace, server_options: list[str]) -> dic
     same = ["--target", options.target, "--draft", options.draft, "--dtype", options.dtype]
     same += ["--slots", str(options.streams), "--max-len", str(options.max_len), "--strategy", options.strategy]
     rates: dict[str, list[float]] = {"direct": [], "http": []}
-    async with started([*same, *server_options]) as server:
+    async with started([*same, *server_options], log) as server:
         for turn in range(options.turns + 1):
             took = {
                 "direct": await direct(engine, texts, options.tokens, options.strategy),
@@ -109,11 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options, server_options = parser.parse_known_args(arguments)
-    try:
-        report = asyncio.run(measure(options, server_options))
-    except (RuntimeError, e3.UserError) as error:
-        print(f"overhead.py: {error}", file=sys.stderr)
-        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            report = asyncio.run(measure(options, server_options, Path(folder) / "server.log"))
+        except (RuntimeError, e3.UserError) as error:
+            print(f"overhead.py: {error}", file=sys.stderr)
+            return 1
     if options.json:
         options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
     return 0

@@ -13,6 +13,7 @@ import typer
 from eagle3_jax.errors import UserError
 
 if TYPE_CHECKING:
+    from eagle3_jax.draft.draft import Draft
     from eagle3_jax.models.target import Target
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -29,6 +30,15 @@ TargetOption = Annotated[
     str,
     typer.Option("--target", help="Model folder, .gguf file, hub name `org/name`, or `demo` (bundled SmolLM2-135M)."),
 ]
+NamedTargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help="Model folder, .gguf file, hub name `org/name`, or `demo` (bundled SmolLM2-135M).",
+        show_default="the one that the draft names",
+    ),
+]
+DraftOption = Annotated[str | None, typer.Option("--draft", help="Draft folder or hub name.")]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Of weights and activations.")]
 JsonOption = Annotated[
     Path | None,
@@ -67,6 +77,35 @@ def open_target(name: str, dtype: DType) -> "Target":
     from eagle3_jax.models.target import load_target
 
     return load_target(name, dtype)
+
+
+def open_pair(target: str | None, draft: str | None, dtype: DType) -> tuple["Target", "Draft | None"]:
+    """Starts JAX, loads a target and the draft bound to it (`warn_of_pair` says what is odd about the two).
+
+    Without a target, the one that the draft names. Raises UserError if one of them cannot be had or does not fit.
+    """
+    if target is None and draft is None:
+        raise UserError("--target is missing / name a model, or a --draft whose config names one")
+    start_jax(dtype)
+    from eagle3_jax.draft.draft import load_draft
+    from eagle3_jax.draft.verifier import find_target
+    from eagle3_jax.models.target import load_target
+
+    if target is None:
+        target, origin = find_target(draft)
+        note(origin)
+    loaded = load_target(target, dtype)
+    return loaded, load_draft(draft, dtype=dtype, target=loaded) if draft else None
+
+
+def warn_of_pair(target: "Target", draft: "Draft | None") -> None:
+    """On stderr: other weights than the draft was trained for, and a context longer than its own."""
+    from eagle3_jax.draft.draft import binding_warning
+    from eagle3_jax.speculate.generate import window_warning
+
+    if draft is not None:
+        for warning in filter(None, (binding_warning(draft, target), window_warning(draft, target))):
+            note(warning)
 
 
 def write_json(path: Path | None, content: Any) -> None:

@@ -1,6 +1,7 @@
 """A small load run against the whole server, in this process; and the load test's own judgement: it must see faults."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -10,10 +11,10 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from bench import load
-from bench.http_client import Address, metrics
+from bench.http_client import Address, metrics, request
 from bench.tiny_pair import write_tiny_pair
 from bench.workload import jobs, malformed
-from tests.serving.stub import serving
+from tests.serving.running import serving
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,8 @@ def server(tmp_path_factory):
     folder, draft = write_tiny_pair(tmp_path_factory.mktemp("pair"))
     target = e3.load_target(folder, dtype="float32")
     engine = Engine(target, e3.load_draft(draft, target=target), Settings(2, 128, "chain:2", queue=4, chunk=16))
-    engine.start()
     try:
+        engine.start()
         service = Service(engine, target.tokenizer, "tiny", target.config.vocab_size, target.eos_token_ids, 128)
         with serving(create_app(service)) as address:
             while engine.state == "warming":
@@ -69,6 +70,17 @@ def test_what_is_no_request_is_refused_one_by_one(server):
     assert asyncio.run(go()) == [None] * len(malformed())
 
 
+def test_the_page_talks_to_the_real_server(server):
+    async def go():
+        async with request(server[0], "/") as reply:
+            html = await reply.body()
+        async with request(server[0], "/v1/models") as reply:
+            return html, json.loads(await reply.body())
+
+    html, listed = asyncio.run(go())
+    assert b"page/page.js" in html and listed["data"][0]["eagle3"]["strategies"] == ["plain", "chain:2"]
+
+
 def broken_server(answer: JSONResponse, held: int) -> Starlette:
     async def chat(request: Request) -> JSONResponse:
         return answer
@@ -100,6 +112,13 @@ def test_the_load_test_sees_faults(text, status, held, complaint, monkeypatch):
         expected = {job.number: (("right", "stop", 2),)}
         seen = asyncio.run(load.run(address, [job], ["plain"], load.Plan(3, 1000.0, 3), expected))
     assert bool(seen.faults) == bool(complaint) and all(complaint in fault for fault in seen.faults[:1])
+
+
+def test_a_server_that_has_gone_is_a_fault():
+    with serving(Starlette()) as served:
+        address = Address(int(served.rsplit(":", 1)[1]))
+    seen = asyncio.run(load.run(address, jobs(1, 8, 1), ["plain"], load.Plan(2, 1000.0, 2)))
+    assert len(seen.faults) == 3 and "the server has gone" in seen.faults[-1]
 
 
 def test_growing_memory_is_a_fault(monkeypatch):
