@@ -1,7 +1,6 @@
 """Whole runs on a tiny target: what they write, and that interruptions, limits and mistakes do no harm."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from eagle3_jax.config import Config
 from eagle3_jax.draft.draft import binding_warning
 from eagle3_jax.errors import UserError
 from eagle3_jax.training import run_folder, trainer
+from tests.processes import environment
 from tests.training.conftest import ANSWER, read_metrics, write_rows
 
 REPO = Path(__file__).resolve().parents[2]
@@ -272,10 +272,8 @@ def test_killed_and_resumed(world, tmp_path) -> None:
     config = world.config(tmp_path, training={"epochs": 10, "evaluate_every": 100, "checkpoint_every": 10})
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(run_folder.plain(config)))
-    cache = jax.config.jax_compilation_cache_dir
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache}
     command = [sys.executable, REPO / "train.py", "--config", file]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     checkpoint, deadline = config.run_dir / "checkpoints" / "10", time.monotonic() + 300
     while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
