@@ -111,15 +111,19 @@ def cached_where(
     sees the entries of mask[:, t], whatever their positions (the nodes of a draft tree).
 
     anchor: the entry from which a layer's window looks back; needed where layers have one.
-    rows: the row of the cache that each sequence has, None = its own number. A row that the cache lacks is read as its
-    last one and never written: sequences that only fill a batch.
+    rows: the row of the cache that each sequence has, None = its own number. A sequence whose row the cache lacks only
+    fills a batch: nothing of it is written. Where there are as many sequences as rows, each must have its own number or
+    none. No sequence sees entries from start + T on.
     """
 
     def attend(q, k, v, cache: KV, window=None):
         entries = jnp.arange(cache.k.shape[2])
         seen = mask if window is None else mask & in_window(anchor[:, None, None], entries, window)
         cache = KV(_write(cache.k, k, start, rows), _write(cache.v, finite(v), start, rows))
-        return _grouped(q, *cache, seen) if rows is None else _grouped(q, *take_rows(cache, rows), seen), cache
+        if rows is None:
+            return _grouped(q, *cache, seen), cache
+        end = jnp.max(jnp.where(rows < cache.k.shape[0], start + q.shape[1], 0))
+        return _over_rows(q, cache, seen, rows, end), cache
 
     return attend
 
@@ -138,6 +142,34 @@ def take_rows(tree: Any, rows: Int[Array, "B"]) -> Any:
 def put_rows(tree: Any, rows: Int[Array, "B"], new: Any) -> Any:
     """Every array with the given rows replaced; a row that the arrays lack is left out."""
     return jax.tree.map(lambda x, n: x.at[rows].set(n, mode="drop"), tree, new)
+
+
+def _over_rows(
+    q: Float[Array, "B T N D"], cache: KV, mask: Bool[Array, "B T S"], rows: Int[Array, "B"], end: Int[Array, ""]
+) -> Float[Array, "B T N D"]:
+    """Attention over some rows of a cache, of which entries from `end` on are not seen.
+
+    On CPU the time goes with the entries that are read and the copy of the rows, so that the part read is chosen when
+    running, among halves of the cache; elsewhere a choice costs more than it spares.
+    """
+    count, entries = cache.k.shape[0], cache.k.shape[2]
+    widths = [entries]
+    while widths[0] >= 256:
+        widths.insert(0, -(-widths[0] // 2))
+
+    def over(width: int):
+        def attend(q, cache, mask, rows):
+            here = jax.tree.map(lambda x: x[:, :, :width], cache)
+            here = here if len(rows) == count else take_rows(here, rows)
+            return _grouped(q, *here, mask[:, :, :width])
+
+        return attend
+
+    def shortest(q, cache, mask, rows):
+        which = (end > jnp.asarray(widths[:-1], jnp.int32)).sum()
+        return jax.lax.switch(which, [over(width) for width in widths], q, cache, mask, rows)
+
+    return jax.lax.platform_dependent(q, cache, mask, rows, cpu=shortest, default=over(entries))
 
 
 def _write(cache: Float[Array, "R K S D"], new: Float[Array, "B T K D"], start: Int[Array, "B"], rows):

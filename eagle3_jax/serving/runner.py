@@ -156,8 +156,10 @@ class Runner:
     def round(self, strategy: str, slots: Sequence[int], scored: Sequence[bool], everything: bool) -> Outcome:
         """One round for these slots. scored: who wants log probabilities. everything: anybody is not plainly greedy."""
         size = self.bucket(len(slots))
+        # A batch of all slots is in their order, so that no row of a cache is copied (see `cached_where`).
+        places = list(slots) if size == self._slots and max(slots) < size else list(range(len(slots)))
         rows, wanted = np.full(size, self._slots, np.int32), np.zeros(size, bool)
-        rows[: len(slots)], wanted[: len(slots)] = slots, scored
+        rows[places], wanted[places] = slots, scored
         shape = self._strategies[strategy]
         if self.models.draft is not None:
             unread = self._unread[slots].max()
@@ -167,7 +169,7 @@ class Runner:
         self._state, verified = _verify(self.models, shape, self.weights, self._state, rows)
         args = (self._state, verified, rows, wanted)
         self._state, outcome = _commit(self.models, shape, everything, self.weights, *args)
-        return jax.device_get(outcome)
+        return jax.tree.map(lambda x: x[places], jax.device_get(outcome))
 
     def _catch_up(self, rows: np.ndarray) -> None:
         self._state = _catch_up(self.models, self.weights, self._state, rows)
