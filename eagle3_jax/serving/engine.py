@@ -128,7 +128,7 @@ class Engine:
         if sequence is not None:
             self._cancel(sequence)
 
-    async def drain(self, seconds: float) -> None:
+    async def drain(self, seconds: float | int) -> None:
         """Takes no more requests, lets the running ones finish, cancels them after `seconds`; then the thread ends."""
         with self._changed:
             self._accepting = False
@@ -187,7 +187,7 @@ class Engine:
             sequence.cancelled = True
             self._changed.notify_all()
 
-    def _finish_all(self, seconds: float) -> None:
+    def _finish_all(self, seconds: float | int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._live, timeout=seconds)
             for sequence in self._live.values():
@@ -312,9 +312,9 @@ class Engine:
         logprobs = None
         if sequence.request.logprobs is not None:
             logprobs = tuple(_logprobs(outcome, i, j, sequence.request.logprobs) for j in range(shown))
-        _tell(sequence, Delta(tuple(kept[:shown]), depths, accepted, strategy, logprobs, reason))
         if reason is not None:
             self._remove(sequence, reason)
+        _tell(sequence, Delta(tuple(kept[:shown]), depths, accepted, strategy, logprobs, reason))
 
     def _masked(self, sequence: Sequence) -> bool:
         """Puts the grammar's mask, if any, on the next token; False if that failed, which ends the request."""
@@ -346,8 +346,8 @@ class Engine:
 
     def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """Ends a request between two rounds."""
-        _tell(sequence, Delta((), (), None, sequence.strategy, None, reason, error))
         self._remove(sequence, reason)
+        _tell(sequence, Delta((), (), None, sequence.strategy, None, reason, error))
 
     def _remove(self, sequence: Sequence, reason: str) -> None:
         if reason == "error" and sequence.slot is not None:
