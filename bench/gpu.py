@@ -36,7 +36,7 @@ from eagle3_jax.bench.random_pair import SHAPES, RandomPair, noise, random_pair 
 from eagle3_jax.draft.network import DraftModel  # noqa: E402
 from eagle3_jax.errors import UserError  # noqa: E402
 from eagle3_jax.models.attention import KV, cached  # noqa: E402
-from eagle3_jax.models.llama import LlamaForCausalLM  # noqa: E402
+from eagle3_jax.models.decoder import CausalLM  # noqa: E402
 from eagle3_jax.speculate.generate import parse_strategy, round_up  # noqa: E402
 from eagle3_jax.speculate.round import Committed, Models, Weights, prefill, speculate  # noqa: E402
 from eagle3_jax.taps import Taps  # noqa: E402
@@ -128,7 +128,7 @@ class Clock:
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def verify(models: Models, weights: Weights, carry: Verifying) -> tuple[Verifying, tuple[jax.Array, Taps]]:
     """The target's share of a round: its choice after each token of the block, and the taps the draft reads next."""
-    target: LlamaForCausalLM = models.target.merge(weights.target)
+    target: CausalLM = models.target.merge(weights.target)
     positions = carry.length[:, None] + jnp.arange(carry.ids.shape[1])
     last, taps, cache = target(carry.ids, positions, cached(positions), carry.cache, models.taps)
     return carry._replace(cache=cache), (jnp.argmax(target.logits(last), axis=-1), taps)

@@ -204,7 +204,10 @@ async def kept(address: Address, patience: float = 10.0) -> list[str]:
     """What an idle server still holds, once it had time to let go."""
     until = time.monotonic() + patience
     while True:
-        values = await metrics(address)
+        try:
+            values = await metrics(address)
+        except OSError as error:
+            return [f"the server has gone: {error}"]
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         held = [f"idle, but {name} is {values[name]}" for name in names if values[name]]
         if not held or time.monotonic() > until:
@@ -255,14 +258,14 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-async def measure(options: argparse.Namespace, server_options: list[str]) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, server_options: list[str], log: Path) -> dict[str, Any]:
     """The whole report, row by row as it comes."""
     pool = jobs(options.jobs, options.longest_prompt, options.longest_answer, options.seed)
     names = options.strategies.split(",")
     runs = [("mixed", names)] if options.mixed else [(name, [name]) for name in names]
     plan = Plan(options.requests, options.rate, options.in_flight, options.abort, options.malformed, options.seed)
     rows, faults = [], []
-    async with started(server_options) as server:
+    async with started(server_options, log) as server:
         for job in pool[:4]:  # first of their kind
             await ask(server.address, job, names[0])
         expected = await alone(server.address, pool) if options.check else None
@@ -289,6 +292,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--longest-prompt", type=int, default=240, help="in characters")
     parser.add_argument("--longest-answer", type=int, default=64, help="in tokens")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--server-log", type=Path, help="keep what the server prints in this file")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options, server_options = parser.parse_known_args(arguments)
     for name in ("requests", "rate", "in_flight", "jobs", "longest_prompt", "longest_answer"):
@@ -308,7 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             target, draft = write_tiny_pair(Path(folder))
             server_options += ["--target", str(target), "--draft", str(draft), "--dtype", "float32"]
         try:
-            report = asyncio.run(measure(options, server_options))
+            log = options.server_log or Path(folder) / "server.log"
+            report = asyncio.run(measure(options, server_options, log))
         except RuntimeError as error:
             print(f"load.py: {error}", file=sys.stderr)
             return 1

@@ -1,6 +1,7 @@
 """`serve.py` as a process of its own for a benchmark: started on a free loopback port, watched, and ended."""
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -23,22 +24,25 @@ class Server:
     process: subprocess.Popen
 
     def rss_mb(self) -> float:
-        """Resident memory of the server, in MB."""
+        """Resident memory of the server, in MB; NaN once it has ended."""
+        if self.process.poll() is not None:
+            return math.nan
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
         return int(status.split("VmRSS:")[1].split()[0]) / 1000
 
 
 @asynccontextmanager
-async def started(options: list[str], patience: float = 600.0) -> AsyncIterator[Server]:
+async def started(options: list[str], log: Path, patience: float = 600.0) -> AsyncIterator[Server]:
     """Runs `serve.py` with these options until it is ready; SIGTERM must end it within 30 s, with status 0.
 
-    Raises RuntimeError where it does not. What it logs goes to our stderr.
+    log: gets what the server prints. Raises RuntimeError, with the last lines of that, where a server fails.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, str(_REPO / "serve.py"), *options, "--port", str(port)]
-    process = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=sink, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     server = Server(Address(port), process)
     try:
         await _ready(server, time.monotonic() + patience)
@@ -47,6 +51,9 @@ async def started(options: list[str], patience: float = 600.0) -> AsyncIterator[
         status = await asyncio.to_thread(process.wait, 30)
         if status:
             raise RuntimeError(f"the server ended with status {status} after SIGTERM")
+    except RuntimeError as error:
+        said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        raise RuntimeError("\n".join([str(error), "the server's last lines:", *said])) from error
     finally:
         if process.poll() is None:
             process.kill()

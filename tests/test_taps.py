@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import eagle3_jax as e3
-from eagle3_jax.models.llama import LlamaForCausalLM
+from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.taps import (
     LastHidden,
     Taps,
@@ -271,7 +271,7 @@ def test_another_set_is_another_compilation() -> None:
 
 
 def test_a_normed_teacher_is_refused(tiny_target) -> None:
-    model: LlamaForCausalLM = tiny_target.graph.merge(tiny_target.params)
+    model: CausalLM = tiny_target.graph.merge(tiny_target.params)
     hidden = jax.ShapeDtypeStruct((1, 3, tiny_target.config.hidden_size), jnp.float32)
     head = lambda array, normed: model.logits(LastHidden(array, normed))  # noqa: E731
     assert jax.eval_shape(lambda a: head(a, False), hidden).shape == (1, 3, 512)

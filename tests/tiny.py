@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from eagle3_jax.draft.config import DraftConfig
 from eagle3_jax.draft.draft import Draft, draft_graph, new_draft
 from eagle3_jax.models.config import decoder_config
-from eagle3_jax.models.llama import LlamaForCausalLM
+from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.target import Target
 from eagle3_jax.models.weights import abstract_params, insert
 from eagle3_jax.taps import TapSet
@@ -63,7 +63,7 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, n
 
 
 def target_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    _, shapes = abstract_params(nnx.eval_shape(lambda: LlamaForCausalLM(decoder_config(config))))
+    _, shapes = abstract_params(nnx.eval_shape(lambda: CausalLM(decoder_config(config))))
     return random_tensors(shapes, seed)
 
 
@@ -116,6 +116,19 @@ def bigram_target(vocab_size: int = 8, context: float = 0.0, seed: int = 0, **ch
 
     context: scale of what the blocks add to the residual stream; 0 makes it a pure bigram model.
     """
+    raw, tensors = _bigram(vocab_size, context, seed, **changes)
+    config = decoder_config(raw)
+    graph, _ = abstract_params(nnx.eval_shape(lambda: CausalLM(config)))
+    return Target("in memory", config, graph, _tree(tensors), None, (), None)
+
+
+def write_bigram_target(folder: Path, vocab_size: int, context: float, seed: int = 0, **changes: Any) -> Path:
+    """The same as `bigram_target` as a Hugging Face folder, without a tokenizer."""
+    raw, tensors = _bigram(vocab_size, context, seed, **changes)
+    return write_target(folder, tensors=tensors, **raw)
+
+
+def _bigram(vocab_size: int, context: float, seed: int, **changes: Any) -> tuple[dict, dict[str, np.ndarray]]:
     raw = target_config(
         **{
             "vocab_size": vocab_size,
@@ -136,9 +149,7 @@ def bigram_target(vocab_size: int = 8, context: float = 0.0, seed: int = 0, **ch
             array[:] = 1
         elif name == "lm_head.weight":
             array[:] = 0.4 * rng.standard_normal(array.shape)
-    config = decoder_config(raw)
-    graph, _ = abstract_params(nnx.eval_shape(lambda: LlamaForCausalLM(config)))
-    return Target("in memory", config, graph, _tree(tensors), None, (), None)
+    return raw, tensors
 
 
 def bigram_draft(target: Target, noise: float = 0.0, d2t=None, max_positions: int = 128, seed: int = 5) -> Draft:
@@ -149,7 +160,7 @@ def bigram_draft(target: Target, noise: float = 0.0, d2t=None, max_positions: in
     """
     size, vocab = target.config.hidden_size, target.config.vocab_size
     d2t = np.arange(vocab) if d2t is None else np.asarray(d2t)
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": size}
     raw = target_config(
         vocab_size=vocab,
         hidden_size=size,

@@ -1,10 +1,14 @@
 """Plain against speculative decoding, measured on the same prompts in one run.
 
-Strategies take turns prompt by prompt, so that a machine that speeds up or slows down does so for all of them; a first
-pass over prompts of every compiled shape is not counted. Times cover prefill and all rounds.
+Strategies take turns prompt by prompt, so that a machine that speeds up or slows down does so for all of them; what
+they need is compiled before. Times cover prefill and all rounds.
+
+`oracle:K` is chain:K whose proposals are plain decoding's answer: the most that the costs of a pair allow.
 """
 
+import functools
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,8 +18,11 @@ import numpy as np
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.generate import Result, cache_entries, generate, padded_length
+from eagle3_jax.speculate.generate import Result, cache_entries, generate, padded_length, strategies_of, warm_up
+from eagle3_jax.speculate.request import SamplingParams
 from eagle3_jax.speculate.strategy import parse_strategy
+
+_FORESEEING = 6  # times that an oracle tries its text, at most
 
 
 @dataclass
@@ -34,6 +41,16 @@ class Tally:
         accepted = [a for r in self.results for a in r.accepted]
         return 1.0 + (sum(accepted) / len(accepted) if accepted else 0.0)
 
+    @property
+    def depth(self) -> int:
+        """Of the deepest strategy that ran."""
+        return max((parse_strategy(s).depth for r in self.results for s in set(r.strategies)), default=0)
+
+    def shares(self) -> dict[str, float]:
+        """Of all rounds, how many were of which strategy."""
+        counts = Counter(s for r in self.results for s in r.strategies)
+        return {strategy: count / counts.total() for strategy, count in counts.most_common()}
+
     def acceptance_by_depth(self, depth: int) -> list[float]:
         """Share of rounds that accepted at least d draft tokens, d = 1..depth."""
         accepted = [a for r in self.results for a in r.accepted]
@@ -50,32 +67,55 @@ def measure(
     done: Callable[[int, int], None] = lambda finished, total: None,
     temperature: float = 0.0,
 ) -> dict[str, Tally]:
-    """Generates with every strategy from `batch` prompts at a time, all by the same seed.
+    """Generates with every strategy from `batch` prompts at a time, all by the same seed; "plain" is one of them.
 
     Prompts beyond the last full group are left out: a smaller batch would count as one of this size. Raises UserError
     if there is no full group.
     """
-    settings = {"temperature": temperature, "seed": 0}
+    sampling = SamplingParams(max_new_tokens, temperature, seed=0)
     if len(prompts) < batch:
         raise UserError(f"a batch of {batch} needs as many prompts, there are {len(prompts)} / give more prompts")
     groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
+    in_turn = sorted(strategies, key=lambda name: name != "plain")  # an oracle tells what plain decoding said
     tallies = {strategy: Tally() for strategy in strategies}
-    for strategy in strategies:
-        for group in {_shape(target, group, strategy, max_new_tokens): group for group in groups}.values():
-            # Without stops, which are no part of a program: an answer of one token would leave the round uncompiled.
-            generate(target, draft, group, max_new_tokens, strategy, stop_token_ids=(), **settings)
+    for name in in_turn:
+        for group in {_shape(target, draft, group, name, max_new_tokens): group for group in groups}.values():
+            warm_up(target, draft, group, as_strategy(name), sampling, group if is_oracle(name) else None)
     for finished, group in enumerate(groups, start=1):
-        for strategy in strategies:
+        for name in in_turn:
+            run = functools.partial(generate, target, draft, group, strategy=as_strategy(name), sampling=sampling)
+            if is_oracle(name):
+                run = functools.partial(run, oracle=_foreseen(run, tallies["plain"].results[-batch:]))
             begin = time.perf_counter()
-            tallies[strategy].results += generate(target, draft, group, max_new_tokens, strategy, **settings)
-            tallies[strategy].seconds += time.perf_counter() - begin
+            tallies[name].results += run()
+            tallies[name].seconds += time.perf_counter() - begin
         done(finished, len(groups))
     return tallies
 
 
-def _shape(target: Target, group: list[list[int]], strategy: str, max_new_tokens: int) -> tuple[int, int]:
+def _foreseen(run: Callable[..., list[Result]], plain: list[Result]) -> list[list[int]]:
+    """What an oracle must tell. In bf16 a block of tokens and single ones round differently, so that its text may leave
+    plain decoding's at a near tie; then it is told its own text, a few times over."""
+    answers = [r.tokens for r in plain]
+    for _ in range(_FORESEEING):
+        told, answers = answers, [r.tokens for r in run(oracle=answers)]
+        if told == answers:
+            break
+    return answers
+
+
+def is_oracle(name: str) -> bool:
+    return name.startswith("oracle:")
+
+
+def as_strategy(name: str) -> str:
+    """What `generate` is given for a strategy of the benchmark."""
+    return name.replace("oracle:", "chain:", 1) if is_oracle(name) else name
+
+
+def _shape(target: Target, draft: Draft, group: list[list[int]], name: str, max_new_tokens: int) -> tuple[int, int]:
     """What decides which compiled programs of a strategy a group needs: lengths of padded prompts and of caches."""
-    entries = cache_entries(target, group, [max_new_tokens] * len(group), parse_strategy(strategy))
+    entries = cache_entries(target, group, [max_new_tokens] * len(group), *strategies_of(as_strategy(name), draft))
     return padded_length(max(map(len, group))), entries
 
 
@@ -84,11 +124,10 @@ def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:
     return {
         "strategy": strategy,
         "batch": batch,
-        "prompts": len(tally.results),
         "tok_s": round(tally.tokens / tally.seconds, 2),
         "ms_per_token": round(1000 * tally.seconds / tally.tokens, 2),
         "tau": round(tally.tau, 4),
-        "acceptance_by_depth": tally.acceptance_by_depth(parse_strategy(strategy).depth),
+        "acceptance_by_depth": tally.acceptance_by_depth(tally.depth),
         "speedup_vs_plain": round((tally.tokens / tally.seconds) / (plain.tokens / plain.seconds), 4),
         "identical_to_plain": identical_share(tally, plain),
     }

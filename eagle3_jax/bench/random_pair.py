@@ -16,7 +16,7 @@ from flax import nnx
 from eagle3_jax.draft.config import DraftConfig
 from eagle3_jax.draft.draft import draft_graph
 from eagle3_jax.models.config import DecoderConfig, decoder_config
-from eagle3_jax.models.llama import LlamaForCausalLM
+from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.weights import Graph, Params, abstract_params, insert
 from eagle3_jax.speculate.round import Models, Weights
 from eagle3_jax.taps import paper_taps
@@ -83,7 +83,7 @@ def shape_config(name: str) -> DecoderConfig:
 
 def target_shapes(config: DecoderConfig) -> tuple[Graph, dict[str, tuple[int, ...]]]:
     """The target's graph and {checkpoint name: shape}, nothing allocated."""
-    return abstract_params(nnx.eval_shape(lambda: LlamaForCausalLM(config)))
+    return abstract_params(nnx.eval_shape(lambda: CausalLM(config)))
 
 
 def parameter_count(shapes: dict[str, tuple[int, ...]], without: tuple[str, ...] = ()) -> int:

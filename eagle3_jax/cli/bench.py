@@ -6,21 +6,44 @@ from typing import Annotated
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.common import (
+    DTypeOption,
+    JsonOption,
+    NamedTargetOption,
+    check_folder,
+    note,
+    open_pair,
+    warn_of_pair,
+    write_json,
+)
 from eagle3_jax.errors import UserError
+
+_STRATEGIES = "Comma-separated: plain, auto, chain:K, tree:DxKxN, oracle:K (chain:K whose drafts are all right)."
+
+
+def _check_plot(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {path} / name a .png, .svg or .pdf file")
+    return check_folder("--plot", path)
 
 
 def bench_command(
-    target: TargetOption,
-    draft: Annotated[str, typer.Option(help="Draft folder.")],
+    draft: Annotated[str, typer.Option(help="Draft folder or hub name.")],
     prompts: Annotated[Path, typer.Option(help="JSONL file of rows with `turns`; the first turn of each is used.")],
-    strategies: Annotated[str, typer.Option(help="Comma-separated: plain, chain:K, tree:DxKxN.")] = "plain,chain:3",
+    target: NamedTargetOption = None,
+    strategies: Annotated[str, typer.Option(help=_STRATEGIES)] = "plain,chain:3",
     batch: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy; else all strategies sample by the same seed.")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     dtype: DTypeOption = "bfloat16",
     json_file: JsonOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also draw the result: .png, .svg or .pdf.", show_default="beside --json", callback=_check_plot
+        ),
+    ] = None,
 ) -> None:
     """Measures tok/s, tau and acceptance of each strategy on the same prompts, taking turns."""
     names = strategies.split(",")
@@ -32,25 +55,26 @@ def bench_command(
     turns = read_prompts(prompts)[:limit]
     if max(sizes) > len(turns):
         raise UserError(f"--batch {max(sizes)} needs as many prompts, {prompts} gives {len(turns)} / lower it")
-    loaded = open_target(target, dtype)
+    loaded, bound = open_pair(target, draft, dtype)
     from eagle3_jax.bench.machine import describe_machine
-    from eagle3_jax.bench.measure import measure, row
+    from eagle3_jax.bench.measure import as_strategy, measure, row
+    from eagle3_jax.bench.plot import draw
     from eagle3_jax.data.template import prompt_ids
-    from eagle3_jax.draft.draft import binding_warning, load_draft
-    from eagle3_jax.speculate.generate import window_warning
+    from eagle3_jax.speculate.generate import nonfinite_warning, strategies_of
     from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt
     from eagle3_jax.speculate.strategy import parse_strategy
 
     for name in names:
-        parse_strategy(name)
+        if name != "auto":
+            parse_strategy(as_strategy(name))
     check_params(SamplingParams(max_new_tokens, temperature), loaded.config.vocab_size)
     tokenizer = loaded.require_tokenizer()
     ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}]) for turn in turns]
     for number, prompt in enumerate(ids, start=1):  # as in the file; now, and not when it is its turn
         check_prompt(number, prompt, loaded)
-    bound = load_draft(draft, dtype, target=loaded)
-    for warning in filter(None, (binding_warning(bound, loaded), window_warning(bound, loaded))):
-        note(warning)
+    warn_of_pair(loaded, bound)
+    for name in names:
+        strategies_of(as_strategy(name), bound)
     wanted = names if "plain" in names else ["plain", *names]
     rows = []
     for size in sizes:
@@ -59,11 +83,23 @@ def bench_command(
         progress = lambda i, n: note(f"group {i} of {n}")  # noqa: E731
         tallies = measure(loaded, bound, ids, wanted, max_new_tokens, size, progress, temperature)
         rows += [row(name, size, tallies[name], tallies["plain"]) for name in names]
+        for name in names:
+            if warning := nonfinite_warning(tallies[name].results):
+                note(f"{name}, batch {size}: {warning.removeprefix('note: ')}")
+        if "auto" in names:
+            shares = ", ".join(f"{share:.0%} {used}" for used, share in tallies["auto"].shares().items())
+            note(f"auto, batch {size}: rounds were {shares}")
     for r in rows:
+        pays_from = r["tau"] / r["speedup_vs_plain"]
         print(
-            f"{r['strategy']:>10}  batch {r['batch']:>2}  {r['tok_s']:8.1f} tok/s  {r['ms_per_token']:7.2f} ms/token  "
-            f"tau {r['tau']:.3f}  {r['speedup_vs_plain']:.2f}x  same tokens {r['identical_to_plain']:.0%}  "
-            f"{r['acceptance_by_depth']}"
+            f"{r['strategy']:>11}  batch {r['batch']:>2}  {r['tok_s']:8.1f} tok/s  {r['ms_per_token']:7.2f} ms/token  "
+            f"tau {r['tau']:.3f} (pays from {pays_from:.2f})  {r['speedup_vs_plain']:.2f}x  "
+            f"same tokens {r['identical_to_plain']:.0%}  {r['acceptance_by_depth']}"
         )
     versions = {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax")}
-    write_json(json_file, {"rows": rows, "machine": describe_machine(), "versions": versions})
+    machine = describe_machine()
+    write_json(json_file, {"rows": rows, "machine": machine, "versions": versions})
+    if plot is None and json_file is not None:
+        plot = json_file.with_suffix(".png")
+    if plot is not None:
+        draw(rows, plot, f"{target} with {draft}, {dtype}, {machine['processor']}, {machine['device']}")

@@ -13,15 +13,16 @@ import typer
 from eagle3_jax.errors import UserError
 
 if TYPE_CHECKING:
+    from eagle3_jax.draft.draft import Draft
     from eagle3_jax.models.target import Target
 
 DType = Literal["bfloat16", "float16", "float32"]
 
 
-def _check_folder(path: Path | None) -> Path | None:
-    # At once, and not when hours of work are about to be written there.
+def check_folder(option: str, path: Path | None) -> Path | None:
+    """Of a file to write: at once, and not when hours of work are about to be written there."""
     if path is not None and not path.parent.is_dir():
-        raise UserError(f"--json: no folder {path.parent} / {path} / make it first")
+        raise UserError(f"{option}: no folder {path.parent} / {path} / make it first")
     return path
 
 
@@ -29,9 +30,21 @@ TargetOption = Annotated[
     str,
     typer.Option("--target", help="Model folder, .gguf file, hub name `org/name`, or `demo` (bundled SmolLM2-135M)."),
 ]
+NamedTargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help="Model folder, .gguf file, hub name `org/name`, or `demo` (bundled SmolLM2-135M).",
+        show_default="the one that the draft names",
+    ),
+]
+DraftOption = Annotated[str | None, typer.Option("--draft", help="Draft folder or hub name.")]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Of weights and activations.")]
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Also write the result to this file.", callback=_check_folder)
+    Path | None,
+    typer.Option(
+        "--json", help="Also write the result to this file.", callback=lambda path: check_folder("--json", path)
+    ),
 ]
 
 
@@ -64,6 +77,35 @@ def open_target(name: str, dtype: DType) -> "Target":
     from eagle3_jax.models.target import load_target
 
     return load_target(name, dtype)
+
+
+def open_pair(target: str | None, draft: str | None, dtype: DType) -> tuple["Target", "Draft | None"]:
+    """Starts JAX, loads a target and the draft bound to it (`warn_of_pair` says what is odd about the two).
+
+    Without a target, the one that the draft names. Raises UserError if one of them cannot be had or does not fit.
+    """
+    if target is None and draft is None:
+        raise UserError("--target is missing / name a model, or a --draft whose config names one")
+    start_jax(dtype)
+    from eagle3_jax.draft.draft import load_draft
+    from eagle3_jax.draft.verifier import find_target
+    from eagle3_jax.models.target import load_target
+
+    if target is None:
+        target, origin = find_target(draft)
+        note(origin)
+    loaded = load_target(target, dtype)
+    return loaded, load_draft(draft, dtype=dtype, target=loaded) if draft else None
+
+
+def warn_of_pair(target: "Target", draft: "Draft | None") -> None:
+    """On stderr: other weights than the draft was trained for, and a context longer than its own."""
+    from eagle3_jax.draft.draft import binding_warning
+    from eagle3_jax.speculate.generate import window_warning
+
+    if draft is not None:
+        for warning in filter(None, (binding_warning(draft, target), window_warning(draft, target))):
+            note(warning)
 
 
 def write_json(path: Path | None, content: Any) -> None:

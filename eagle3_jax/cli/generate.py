@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.common import (
+    DraftOption,
+    DTypeOption,
+    JsonOption,
+    NamedTargetOption,
+    note,
+    open_pair,
+    warn_of_pair,
+    write_json,
+)
 from eagle3_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,12 +24,13 @@ if TYPE_CHECKING:
 
 def generate_command(
     prompt: Annotated[str, typer.Argument(help="The user's message; `-` reads it from stdin.")],
-    target: TargetOption,
-    draft: Annotated[str | None, typer.Option(help="Draft folder or hub name.")] = None,
+    target: NamedTargetOption = None,
+    draft: DraftOption = None,
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="plain, chain:K for K draft tokens a round, or tree:DxKxN: D levels of the K likeliest, N verified.",
+            help="plain, chain:K for K draft tokens a round, tree:DxKxN: D levels of the K likeliest, N verified, or "
+            "auto: another one each round, by what pays here.",
             show_default="chain:3 with a draft, else plain",
         ),
     ] = None,
@@ -42,17 +52,13 @@ def generate_command(
     """Answer one prompt. Text goes to stdout as it is committed, measurements to stderr."""
     text = _read_prompt(prompt)
     strategy = strategy or ("chain:3" if draft else "plain")
-    loaded = open_target(target, dtype)
+    loaded, pair = open_pair(target, draft, dtype)
     from eagle3_jax.data.detokeniser import Vocabulary, text_of
-    from eagle3_jax.draft.draft import binding_warning, load_draft
-    from eagle3_jax.speculate.generate import generate, window_warning
+    from eagle3_jax.speculate.generate import generate, nonfinite_warning
     from eagle3_jax.speculate.request import SamplingParams
 
     ids = _prompt_ids(loaded, text, raw)
-    pair = load_draft(draft, dtype=dtype, target=loaded) if draft else None
-    if pair is not None:
-        for warning in filter(None, (binding_warning(pair, loaded), window_warning(pair, loaded))):
-            note(warning)
+    warn_of_pair(loaded, pair)
     vocabulary = Vocabulary(loaded.tokenizer)
     printer = _Printer(vocabulary)
     sampling = SamplingParams(
@@ -64,6 +70,8 @@ def generate_command(
         loaded, pair, ids, strategy=strategy, sampling=sampling, sample_draft=sample_draft, on_tokens=printer.print
     )
     printer.finish()
+    if warning := nonfinite_warning([result]):
+        note(warning)
     tok_s = printer.tokens_per_second()
     note(_closing_line(result, tok_s, pair.taps.words(loaded.num_layers) if pair else None))
     answer = {"tokens": result.tokens, "text": text_of(vocabulary, result.tokens)}

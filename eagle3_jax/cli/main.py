@@ -15,11 +15,13 @@ from eagle3_jax.cli.data import data_app
 from eagle3_jax.cli.demo import demo_command
 from eagle3_jax.cli.doctor import doctor_command
 from eagle3_jax.cli.generate import generate_command
+from eagle3_jax.cli.serve import serve_command
 from eagle3_jax.cli.train import train_command
 from eagle3_jax.errors import UserError
 
 app = typer.Typer(name="eagle3", add_completion=False)
 app.command("generate")(generate_command)
+app.command("serve")(serve_command)
 app.command("bench")(bench_command)
 app.command("convert")(convert_command)
 app.command("inspect")(inspect_command)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.data.packing import Packed, pack
 from eagle3_jax.data.template import Document
 from eagle3_jax.doctor.wiring import TEACHERS
-from eagle3_jax.models.llama import LlamaForCausalLM, head_logits
+from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.target import Target
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import TapSet, require
@@ -61,15 +61,13 @@ def target_states(target: Target, batch: Batch) -> States:
 def _target_states(graph: Graph, every: TapSet, params: Params, batch: Batch) -> States:
     features = target_features(graph, every, params, batch.ids, batch.document_ids)
     require(features.taps.tap_set, every)
-    model: LlamaForCausalLM = graph.merge(params)
+    model: CausalLM = graph.merge(params)
     last = features.last.before_norm()
     once = model.model.norm(last)
 
     def choice(hidden):
         # Row by row: full-vocabulary logits of a whole batch would be the largest array.
-        return jax.lax.map(
-            lambda row: jnp.argmax(head_logits(row, model.head_weight), axis=-1).astype(jnp.int32), hidden
-        )
+        return jax.lax.map(lambda row: jnp.argmax(model.normed_logits(row), axis=-1).astype(jnp.int32), hidden)
 
     choices = {TEACHERS[0]: features.argmax, TEACHERS[1]: choice(last), TEACHERS[2]: choice(model.model.norm(once))}
     stack = jnp.stack([*features.taps.arrays, once])

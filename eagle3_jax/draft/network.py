@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.draft.config import DraftConfig
 from eagle3_jax.models.attention import Attend
 from eagle3_jax.models.blocks import MLP, Attention, Block, Embedding, Linear, RMSNorm, rms_norm
-from eagle3_jax.models.llama import head_logits
+from eagle3_jax.models.decoder import head_logits
 from eagle3_jax.models.rope import rotary
 from eagle3_jax.taps import Taps, fuse, require
 

@@ -2,7 +2,10 @@
 
 Both return (output, new layer cache), the contract of the `attend` function that decoder blocks are given: blocks know
 nothing of masks or caches. Softmax is in float32. Grouped queries (GQA): N query heads share K key/value heads.
-An `attend` takes a keyword `window` where layers may look back only so many positions, their own included.
+
+An `attend` takes the keyword `window` where a layer may look back only so many positions, its own included, and hands
+the others on to the arithmetic here: `scale` of the scores (None = head_dim**-0.5), `softcap` c (c tanh(s / c) in place
+of a score s) and `sinks` (one learned logit a head that takes part in the softmax and has no value).
 """
 
 from collections.abc import Callable
@@ -17,17 +20,19 @@ class KV(NamedTuple):
     """Keys and values of one layer, [B, K, S, D]: S last but one, so that no step transposes the cache on CPU."""
 
     k: Float[Array, "B K S D"]
-    v: Float[Array, "B K S D"]
+    v: Float[Array, "B K S Dv"]
 
 
-# (q, k, v, layer cache) -> (output, new layer cache); what a cache is, only the `attend` at hand knows.
-Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
+# (q, k, v, layer cache, **keywords) -> (output, new layer cache); only the `attend` at hand knows what a cache is.
+Attend = Callable[..., tuple[Array, Any]]
 
 
-def empty_cache(layers: int, batch: int, heads: int, length: int, head_dim: int, dtype) -> tuple[KV, ...]:
-    """Zeroed caches for `layers` layers, one KV each."""
-    shape = (batch, heads, length, head_dim)
-    return tuple(KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
+def empty_cache(
+    layers: int, batch: int, heads: int, length: int, head_dim: int, dtype, value_dim: int | None = None
+) -> tuple[KV, ...]:
+    """Zeroed caches for `layers` layers, one KV each. value_dim: size of a head's values, None = head_dim."""
+    keys, values = ((batch, heads, length, size) for size in (head_dim, value_dim or head_dim))
+    return tuple(KV(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(layers))
 
 
 def causal(document_ids: Int[Array, "B T"]) -> Attend:
@@ -36,40 +41,69 @@ def causal(document_ids: Int[Array, "B T"]) -> Attend:
     slots = jnp.arange(length)
     mask = (slots[:, None] >= slots[None, :]) & (document_ids[:, :, None] == document_ids[:, None, :])
 
-    def attend(q, k, v, cache, window=None):
-        return full_attention(q, k, v, mask & in_window(slots[:, None], slots, window)), cache
+    def attend(q, k, v, cache, window=None, **how):
+        return full_attention(q, k, v, mask & in_window(slots[:, None], slots, window), **how), cache
 
     return attend
 
 
-def in_window(query: Int[Array, "*q 1"], key: Int[Array, "S"], window: int | None) -> Bool[Array, "..."]:
+def in_window(query: Int[Array, "*q 1"], key: Int[Array, "*k S"], window: int | None) -> Bool[Array, "..."]:
     """Whether `key` is one of the last `window` positions up to `query`, itself included; None = always (causality is
     not checked)."""
     return jnp.ones((), bool) if window is None else key > query - window
 
 
 def full_attention(
-    q: Float[Array, "B T N D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], mask: Bool[Array, "B T T"]
-) -> Float[Array, "B T N D"]:
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K Dv"],
+    mask: Bool[Array, "B T T"],
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+) -> Float[Array, "B T N Dv"]:
     """Softmax attention over whole rows: `jax.nn.dot_product_attention`, and a float32 form on CPU.
 
-    On CPU the former takes two to three times as long (docs/performance.md).
+    On CPU the former takes two to three times as long (docs/performance.md); it has no softcap and no sinks, and wants
+    values of the keys' size.
     """
-    return jax.lax.platform_dependent(
-        *(q, k, v, mask),
-        cpu=_full_attention_cpu,
-        default=lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask[:, None]),
-    )
+
+    def own(q, k, v, mask):
+        bias = None if sinks is None else sinks[:, None, None]
+        weights = attention_weights(head_scores(q, k, scale), mask[:, None], softcap, bias)
+        return mix_values(weights, v, q.dtype)
+
+    def library(q, k, v, mask):
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=scale)
+
+    if softcap is not None or sinks is not None or v.shape[-1] != k.shape[-1]:
+        return own(q, k, v, mask)
+    return jax.lax.platform_dependent(*(q, k, v, mask), cpu=own, default=library)
 
 
-def _full_attention_cpu(q, k, v, mask):
-    weights = jax.nn.softmax(jnp.where(mask[:, None], head_scores(q, k), -jnp.inf), axis=-1)
-    return mix_values(weights, v, q.dtype)
+def attention_weights(
+    scores: Float[Array, "*rows S"],
+    mask: Bool[Array, "*mask_rows S"],
+    softcap: float | None = None,
+    sinks: Float[Array, "*sink_rows 1"] | None = None,
+) -> Float[Array, "*rows S"]:
+    """Softmax of float32 scores over what the mask lets through; a sink is one more term of the sum."""
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = sinks.astype(jnp.float32)
+    highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
+    terms = jnp.exp(scores - highest)
+    return terms / (jnp.sum(terms, axis=-1, keepdims=True) + jnp.exp(sinks - highest))
 
 
-def head_scores(q: Float[Array, "B T N D"], k: Float[Array, "B S K D"]) -> Float[Array, "B N T S"]:
+def head_scores(
+    q: Float[Array, "B T N D"], k: Float[Array, "B S K D"], scale: float | None = None
+) -> Float[Array, "B N T S"]:
     """Scaled float32 scores of every query head with the keys of its group, heads leading: the fast order on CPU."""
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k = _heads_first(q, q.shape[2]) * scale, _heads_first(k, q.shape[2])
     return jnp.einsum("bntd,bnsd->bnts", q, k)
 
@@ -93,10 +127,10 @@ def cached(positions: Int[Array, "B T"], rows: Int[Array, "B"] | None = None) ->
     `cached_where`.
     """
 
-    def attend(q, k, v, cache: KV, window=None):
+    def attend(q, k, v, cache: KV, window=None, **how):
         entries = jnp.arange(cache.k.shape[2])
         mask = (entries <= positions[..., None]) & in_window(positions[..., None], entries, window)
-        return cached_where(positions[:, 0], mask, rows=rows)(q, k, v, cache)
+        return cached_where(positions[:, 0], mask, rows=rows)(q, k, v, cache, **how)
 
     return attend
 
@@ -104,26 +138,30 @@ def cached(positions: Int[Array, "B T"], rows: Int[Array, "B"] | None = None) ->
 def cached_where(
     start: Int[Array, "B"],
     mask: Bool[Array, "B T S"],
-    anchor: Int[Array, "B"] | None = None,
+    anchor: Int[Array, "B"] | Int[Array, "B T"] | None = None,
     rows: Int[Array, "B"] | None = None,
+    places: Int[Array, "B S"] | None = None,
 ) -> Attend:
     """Attention of T tokens a sequence over a cache of S entries: keys are written from entry `start` on, then token t
     sees the entries of mask[:, t], whatever their positions (the nodes of a draft tree).
 
-    anchor: the entry from which a layer's window looks back; needed where layers have one.
+    anchor: the position from which a layer's window looks back, of each sequence or of each token; needed where layers
+    have one. places: the position of each entry, None = its number.
     rows: the row of the cache that each sequence has, None = its own number. A sequence whose row the cache lacks only
     fills a batch: nothing of it is written. Where there are as many sequences as rows, each must have its own number or
     none. No sequence sees entries from start + T on.
     """
 
-    def attend(q, k, v, cache: KV, window=None):
-        entries = jnp.arange(cache.k.shape[2])
-        seen = mask if window is None else mask & in_window(anchor[:, None, None], entries, window)
+    def attend(q, k, v, cache: KV, window=None, **how):
+        seen = mask
+        if window is not None:
+            at = jnp.arange(cache.k.shape[2]) if places is None else places[:, None]
+            seen = mask & in_window(anchor.reshape(*anchor.shape[:1], -1, 1), at, window)
         cache = KV(_write(cache.k, k, start, rows), _write(cache.v, finite(v), start, rows))
         if rows is None:
-            return _grouped(q, *cache, seen), cache
+            return _grouped(q, *cache, seen, **how), cache
         end = jnp.max(jnp.where(rows < cache.k.shape[0], start + q.shape[1], 0))
-        return _over_rows(q, cache, seen, rows, end), cache
+        return _over_rows(q, cache, seen, rows, end, how), cache
 
     return attend
 
@@ -145,8 +183,13 @@ def put_rows(tree: Any, rows: Int[Array, "B"], new: Any) -> Any:
 
 
 def _over_rows(
-    q: Float[Array, "B T N D"], cache: KV, mask: Bool[Array, "B T S"], rows: Int[Array, "B"], end: Int[Array, ""]
-) -> Float[Array, "B T N D"]:
+    q: Float[Array, "B T N D"],
+    cache: KV,
+    mask: Bool[Array, "B T S"],
+    rows: Int[Array, "B"],
+    end: Int[Array, ""],
+    how: dict[str, Any],
+) -> Float[Array, "B T N Dv"]:
     """Attention over some rows of a cache, of which entries from `end` on are not seen.
 
     On CPU the time goes with the entries that are read and the copy of the rows, so that the part read is chosen when
@@ -161,7 +204,7 @@ def _over_rows(
         def attend(q, cache, mask, rows):
             here = jax.tree.map(lambda x: x[:, :, :width], cache)
             here = here if len(rows) == count else take_rows(here, rows)
-            return _grouped(q, *here, mask[:, :, :width])
+            return _grouped(q, *here, mask[:, :, :width], **how)
 
         return attend
 
@@ -183,13 +226,21 @@ def _write(cache: Float[Array, "R K S D"], new: Float[Array, "B T K D"], start: 
 
 
 def _grouped(
-    q: Float[Array, "B T N D"], k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "B T S"]
-) -> Float[Array, "B T N D"]:
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S Dv"],
+    mask: Bool[Array, "B T S"],
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+) -> Float[Array, "B T N Dv"]:
     b, t, n, d = q.shape
     heads = k.shape[1]
+    scale = d**-0.5 if scale is None else scale
     q = q.reshape(b, t, heads, n // heads, d).transpose(0, 2, 1, 3, 4).reshape(b, heads, t * (n // heads), d)
-    scores = jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32) * d**-0.5
+    scores = jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32) * scale
     mask = jnp.repeat(mask, n // heads, axis=1)[:, None]
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    bias = None if sinks is None else jnp.tile(sinks.reshape(heads, -1), (1, t))[..., None]
+    weights = attention_weights(scores, mask, softcap, bias).astype(v.dtype)
     out = jnp.einsum("bkqs,bksd->bkqd", weights, v)
-    return out.reshape(b, heads, t, n // heads, d).transpose(0, 2, 1, 3, 4).reshape(b, t, n, d)
+    return out.reshape(b, heads, t, n // heads, -1).transpose(0, 2, 1, 3, 4).reshape(b, t, n, -1)

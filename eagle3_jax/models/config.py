@@ -1,6 +1,8 @@
 """Static facts of a decoder, read from a Hugging Face config.json. Hashable: part of the jit cache key."""
 
+import dataclasses
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,10 @@ _HARMLESS = frozenset(
         "id2label",
         "label2id",
         "problem_type",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "use_return_dict",
+        "quantization_config",
     ]
 )
 _READ = frozenset(
@@ -63,15 +69,62 @@ _READ = frozenset(
         "use_sliding_window",
         "layer_types",
         "rope_interleaved",
+        "original_max_position_embeddings",
     ]
 )
+FULL, SLIDING = "full_attention", "sliding_attention"
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of a block's MLP.
+
+    count, per_token: experts of a layer, and how many of them a token goes through. hidden_size: of one expert.
+    normalise: the chosen ones' weights add up to one. dense_layers: blocks that keep an ordinary MLP.
+    shared: experts that every token goes through besides. groups, groups_kept: a token chooses within the best
+    groups_kept of `groups` equal groups. scaling: factor of the routed experts' sum. alpha, limit: of a clamped SwiGLU.
+    """
+
+    count: int
+    per_token: int
+    hidden_size: int
+    normalise: bool = True
+    dense_layers: tuple[int, ...] = ()
+    shared: int = 0
+    groups: int = 1
+    groups_kept: int = 1
+    scaling: float = 1.0
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek): keys and values of all heads are read from one short vector a token.
+
+    q_rank: None = queries are projected directly. nope_dim, rope_dim: parts of a head without and with rotation;
+    interleaved: the rotated pairs lie side by side (2i, 2i+1).
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and options of a pre-norm SwiGLU decoder (Llama family). Sizes are counts; head_dim is per head.
+    """Shape and options of a decoder. Sizes are counts; head_dim is per head. The defaults are Llama's.
 
+    attention_bias: q, k, v and o have one; qkv_bias: q, k and v only.
     windows: how many positions each layer looks back, itself included, None for all; () = no layer has a window.
+    layer_ropes: the rotation of each layer, None for none; () = `rope` in every layer.
+    query_scale: factor of the scores, None = head_dim**-0.5. attention_softcap, logit_softcap: c tanh(x / c) of scores
+    and logits. norm_offset: added to the weights of all norms (Gemma: 1). value_dim: size of a head's values,
+    None = head_dim.
     """
 
     vocab_size: int
@@ -89,10 +142,25 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    qkv_bias: bool = False
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    activation: str = "silu"
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0
+    value_dim: int | None = None
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
 
     def window(self, layer: int) -> int | None:
         """Positions that a layer looks back, itself included; None = all."""
         return self.windows[layer] if self.windows else None
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """The rotation of a layer; None = none."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     @property
     def facts(self) -> dict[str, int]:
@@ -102,18 +170,44 @@ class DecoderConfig:
 
 
 def decoder_config(config: dict[str, Any], where: str = "config.json", strict: bool = False) -> DecoderConfig:
-    """Reads a Llama-type config.json dictionary.
+    """Reads the config.json dictionary of a draft or of a Llama-type decoder.
 
     Raises UserError when a size is missing or an option is not supported; warns about keys it does not know, or with
     `strict` refuses them.
     """
+    if isinstance(config.get("quantization_config"), dict) and config["quantization_config"]:
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UserError(f"{where} describes weights quantised with {method!r} / use an unquantised copy")
+    base = common_config(config, where, strict=strict, activations=("silu",))
+    qk_norm = config.get("model_type") == "qwen3"
+    return dataclasses.replace(base, qk_norm=qk_norm, windows=_windows(config, where))
+
+
+def common_config(
+    config: dict[str, Any],
+    where: str,
+    also: Iterable[str] = (),
+    *,
+    strict: bool = False,
+    activations: tuple[str, ...] = ACTIVATIONS,
+    **rope: Any,
+) -> DecoderConfig:
+    """What the config.json of every family says in the same way; windows and the rest are the family's to read.
+
+    also: further keys that the family reads. activations: those it may have. rope: options of `rope_from_hf`.
+    Raises UserError as `decoder_config` does.
+    """
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in sizes if not isinstance(config.get(key), int)]
     if missing:
-        raise UserError(f"{where} lacks {', '.join(missing)} / it must be the config of a Llama-type decoder")
-    _check_types(config, where)
+        raise UserError(f"{where} lacks {', '.join(missing)} / it must be the config of a decoder")
+    check_types(config, where)
     _refuse_unsupported(config, where)
-    _report_unknown(config, where, strict)
+    _report_unknown(config, where, strict, frozenset(also))
+    key = "hidden_activation" if "hidden_activation" in also and config.get("hidden_activation") else "hidden_act"
+    activation = config.get(key, "silu")
+    if activation not in activations:
+        raise UserError(f"{where} has {key} {activation!r} / supported: {', '.join(activations)}")
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -128,13 +222,12 @@ def decoder_config(config: dict[str, Any], where: str = "config.json", strict: b
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=rope_from_hf(config, head_dim),
+        rope=rope_from_hf(config, head_dim, **rope),
         max_positions=int(config.get("max_position_embeddings") or 2048),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=config.get("model_type") == "qwen3",
-        windows=_windows(config, where),
+        activation=activation,
     )
 
 
@@ -160,29 +253,49 @@ def decoder_config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def counts(config: dict[str, Any], where: str, *keys: str) -> None:
+    """UserError unless all of these keys hold positive integers."""
+    wrong = [f"{key} {config.get(key)!r}" for key in keys if type(config.get(key)) is not int or config[key] < 1]
+    if wrong:
+        raise UserError(f"{where} has {', '.join(wrong)} / they must be positive integers")
+
+
 def _windows(config: dict[str, Any], where: str) -> tuple[int | None, ...]:
-    """The window of each layer, as transformers reads sliding_window, use_sliding_window and layer_types."""
+    """The windows of a draft's layers, as transformers reads sliding_window, use_sliding_window and layer_types."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     kinds = config.get("layer_types") or []
-    if not kinds and window and config.get("model_type") == "qwen3":  # from this layer on, Qwen has a window
-        full = config.get("max_window_layers", 28)
-        kinds = ["full_attention"] * full + ["sliding_attention"] * max(config["num_hidden_layers"] - full, 0)
-        kinds = kinds[: config["num_hidden_layers"]]
+    if not kinds and window and config.get("model_type") == "qwen3":
+        kinds = kinds_from_layer(config, config.get("max_window_layers", 28))
     if window and not kinds:
         raise UserError(
             f"{where} has sliding_window {window} but no layer_types, so some servers use it and some do not / "
             'add "layer_types", one of full_attention and sliding_attention a layer'
         )
-    unknown = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"})
+    return windows_of(config, where, kinds, window)
+
+
+def kinds_from_layer(config: dict[str, Any], first: int) -> list[str]:
+    """Layer types of Qwen: full attention up to layer `first`, a window from there on."""
+    return [SLIDING if layer >= first else FULL for layer in range(config["num_hidden_layers"])]
+
+
+def kinds_by_period(config: dict[str, Any], period: int) -> list[str]:
+    """Layer types of Gemma and gpt-oss: every `period`-th layer has full attention, the others a window."""
+    return [SLIDING if (layer + 1) % period else FULL for layer in range(config["num_hidden_layers"])]
+
+
+def windows_of(config: dict[str, Any], where: str, kinds: list[str], window: Any) -> tuple[int | None, ...]:
+    """DecoderConfig.windows from layer types ([] = all full) and the window of the sliding ones."""
+    unknown = sorted(set(map(str, kinds)) - {FULL, SLIDING})
     if unknown:
         raise UserError(f"{where} has layer_types {unknown} / full_attention and sliding_attention are supported")
     if kinds and len(kinds) != config["num_hidden_layers"]:
         raise UserError(f"{where} has {len(kinds)} layer_types for {config['num_hidden_layers']} layers")
-    if "sliding_attention" not in kinds:
+    if SLIDING not in kinds:
         return ()
-    if not isinstance(window, int) or window < 1:
+    if type(window) is not int or window < 1:
         raise UserError(f"{where} has sliding_attention layers but sliding_window {config.get('sliding_window')!r}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
@@ -191,11 +304,11 @@ def _windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return {
         "sliding_window": next(window for window in config.windows if window),
         "use_sliding_window": True,
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
+        "layer_types": [SLIDING if window else FULL for window in config.windows],
     }
 
 
-def _check_types(config: dict[str, Any], where: str) -> None:
+def check_types(config: dict[str, Any], where: str) -> None:
     """UserError for a key that holds another type of JSON than it can mean anything in."""
     counts = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -213,24 +326,19 @@ def _check_types(config: dict[str, Any], where: str) -> None:
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{where} has hidden_act {config['hidden_act']!r} / only silu is supported")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise UserError(f"{where} describes weights quantised with {method!r} / use an unquantised copy")
     if config.get("rope_interleaved"):
         raise UserError(f"{where} has rope_interleaved / only the half-split rotation (NeoX) is supported")
     if config["hidden_size"] % config["num_attention_heads"] and not config.get("head_dim"):
         raise UserError(f"{where}: hidden_size is no multiple of num_attention_heads and head_dim is absent")
 
 
-def _report_unknown(config: dict[str, Any], where: str, strict: bool) -> None:
+def _report_unknown(config: dict[str, Any], where: str, strict: bool, also: frozenset[str]) -> None:
     unknown = sorted(
         key
         for key, value in config.items()
-        if key not in _READ | _HARMLESS and not key.startswith("_") and value not in (None, False, "", [], {})
+        if key not in _READ | _HARMLESS | also and not key.startswith("_") and value not in (None, False, "", [], {})
     )
     if unknown and strict:
         raise UserError(f"{where} has keys that are not understood: {', '.join(unknown)} / remove them if harmless")
     if unknown:
-        warnings.warn(f"{where}: keys not understood and ignored: {', '.join(unknown)}", stacklevel=4)
+        warnings.warn(f"{where}: keys not understood and ignored: {', '.join(unknown)}", stacklevel=5)

@@ -1,6 +1,6 @@
-"""Read a Llama-architecture GGUF file: its config as a Hugging Face dict, its weights under Hugging Face names.
+"""Read a GGUF file: its config as a Hugging Face dict, its weights under Hugging Face names.
 
-Plain numpy; block formats are decoded by `gguf.quants`.
+Plain numpy; block formats are decoded by `gguf.quants`. What differs by family stands in `gguf_families`.
 """
 
 import importlib.util
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.models.gguf_families import FAMILIES, GGUFFamily
 from eagle3_jax.models.gguf_header import Header, read_header
 
-# Every `llama.*` key whose meaning is covered below, or that changes nothing for inference. Any other one may change
-# the arithmetic (experts, clamping, sliding windows), so it is refused.
+# Every key of an architecture whose meaning is covered below, or that changes nothing for inference. Any other one may
+# change the arithmetic (experts, clamping), so it is refused.
 _KNOWN_KEYS = {
     "vocab_size",
     "context_length",
@@ -39,10 +40,10 @@ _KNOWN_KEYS = {
 
 
 def gguf_config(path: str | os.PathLike) -> dict[str, Any]:
-    """The keys of a Hugging Face Llama config.json, from a GGUF file.
+    """The keys of a Hugging Face config.json, from a GGUF file.
 
     `vocab_size` is the number of embedding rows. `hub_id` is present only if the file names the repository it was
-    converted from. UserError for another architecture, and for anything a plain Llama does not compute.
+    converted from. UserError for an unknown architecture, and for anything its family does not compute.
     """
     return _config(read_header(path))
 
@@ -54,15 +55,17 @@ def gguf_tensors(path: str | os.PathLike) -> Iterator[tuple[str, np.ndarray]]:
     are a UserError that lists them.
     """
     header = read_header(path)
-    config = _config(header)
-    names = _names(config["num_hidden_layers"])
+    family, config = _family(header), _config(header)
+    names = _names(family, config["num_hidden_layers"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     data = np.memmap(header.path, mode="r")
 
     def load(name: str) -> np.ndarray:
         array = _dequantize(header, name, data)
         kind = name.split(".")[-2]
-        return _unpermute(array, heads[kind]) if kind in heads else array
+        if kind.endswith("norm"):
+            return array - family.norm_offset if family.norm_offset else array
+        return _unpermute(array, heads[kind]) if family.permuted and kind in heads else array
 
     return ((names[name], load(name)) for name in names if name in header.tensors)
 
@@ -78,26 +81,35 @@ def find_demo_model() -> Path:
     return found[0]
 
 
-# --- Llama: config ----------------------------------------------------------------------------------------------------
+# --- config -----------------------------------------------------------------------------------------------------------
+
+
+def _family(header: Header) -> GGUFFamily:
+    name = header.need("general.architecture")
+    if name not in FAMILIES:
+        raise UserError(
+            f"{header.path}: GGUF architecture {name!r} is not supported, only {', '.join(map(repr, FAMILIES))}; "
+            "use the Hugging Face folder of this model"
+        )
+    return FAMILIES[name]
 
 
 def _config(header: Header) -> dict[str, Any]:
-    meta, path = header.metadata, header.path
-    if (architecture := header.need("general.architecture")) != "llama":
-        raise UserError(
-            f"{path}: GGUF architecture {architecture!r} is not supported, only 'llama'; "
-            "use the Hugging Face folder of this model"
-        )
-    unknown = sorted(key for key in meta if key.startswith("llama.") and key[len("llama.") :] not in _KNOWN_KEYS)
+    meta, path, family = header.metadata, header.path, _family(header)
+    own = f"{family.name}."
+    known = _KNOWN_KEYS | family.keys
+    unknown = sorted(key for key in meta if key.startswith(own) and key.removeprefix(own) not in known)
     if unknown:
-        raise UserError(f"{path}: GGUF keys beyond a plain Llama: {', '.join(unknown)}; use the Hugging Face folder")
+        raise UserError(
+            f"{path}: GGUF keys beyond a plain {family.model_type}: {', '.join(unknown)}; use the Hugging Face folder"
+        )
 
-    heads = _integer(header, "llama.attention.head_count")
-    hidden = _integer(header, "llama.embedding_length")
+    heads = _integer(header, f"{own}attention.head_count")
+    hidden = _integer(header, f"{own}embedding_length")
     # Defaults of the GGUF specification: as many kv heads as heads, head size = hidden / heads.
-    kv_heads = _integer(header, "llama.attention.head_count_kv", heads)
-    head_dim = _integer(header, "llama.attention.key_length", hidden // heads)
-    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+    kv_heads = _integer(header, f"{own}attention.head_count_kv", heads)
+    head_dim = _integer(header, f"{own}attention.key_length", hidden // heads)
+    for key in (f"{own}attention.value_length", f"{own}rope.dimension_count"):
         if _integer(header, key, head_dim) != head_dim:
             raise UserError(
                 f"{path}: {key} = {meta[key]} differs from the head size {head_dim}, which is not "
@@ -109,19 +121,19 @@ def _config(header: Header) -> dict[str, Any]:
         raise UserError(f"{path}: GGUF file has no tensor token_embd.weight; use a file that holds the weights too")
 
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "intermediate_size": _integer(header, "llama.feed_forward_length"),
-        "num_hidden_layers": _integer(header, "llama.block_count"),
+        "intermediate_size": _integer(header, f"{own}feed_forward_length"),
+        "num_hidden_layers": _integer(header, f"{own}block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
-        "max_position_embeddings": _integer(header, "llama.context_length"),
-        "rms_norm_eps": header.need("llama.attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope_parameters(header, head_dim),
+        "max_position_embeddings": _integer(header, f"{own}context_length"),
+        "rms_norm_eps": header.need(f"{own}attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope_parameters(header, family, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": False,
         "mlp_bias": False,
@@ -131,7 +143,8 @@ def _config(header: Header) -> dict[str, Any]:
     }
     if hub_id := _hub_id(meta):
         config["hub_id"] = hub_id
-    _check_tensors(header, config)
+    config = family.complete(header, config)
+    _check_tensors(header, family, config)
     return config
 
 
@@ -160,16 +173,20 @@ def _hub_id(meta: dict[str, Any]) -> str | None:
     return repository.strip("/") or None
 
 
-def _rope_parameters(header: Header, head_dim: int) -> dict[str, Any]:
-    meta, path = header.metadata, header.path
-    theta = float(meta.get("llama.rope.freq_base", 10000.0))  # the default of the GGUF specification
-    kind = meta.get("llama.rope.scaling.type", "linear")  # llama.cpp's default: a bare factor means linear
-    factor = meta.get("llama.rope.scaling.factor", meta.get("llama.rope.scale_linear", 0.0)) or 1.0
-    if kind not in ("none", "linear"):
+def _rope_parameters(header: Header, family: GGUFFamily, head_dim: int) -> dict[str, Any]:
+    meta, path, rope = header.metadata, header.path, f"{family.name}.rope"
+    theta = float(meta.get(f"{rope}.freq_base", 10000.0))  # the default of the GGUF specification
+    kind = meta.get(f"{rope}.scaling.type", "linear")  # llama.cpp's default: a bare factor means linear
+    factor = meta.get(f"{rope}.scaling.factor", meta.get(f"{rope}.scale_linear", 0.0)) or 1.0
+    if kind not in ("none", "linear", *family.ropes):
         raise UserError(
-            f"{path}: llama.rope.scaling.type {kind!r} is not supported, only 'none' and 'linear'; "
+            f"{path}: {rope}.scaling.type {kind!r} is not supported, only 'none' and 'linear'; "
             "use the Hugging Face folder"
         )
+    if kind == "yarn":
+        window = header.need(f"{rope}.scaling.original_context_length")
+        numbers = {"factor": float(factor), "original_max_position_embeddings": window}
+        return {"rope_type": "yarn", "rope_theta": theta, **numbers}
     linear = kind == "linear" and factor != 1.0
     if "rope_freqs.weight" in header.tensors:
         llama3 = _llama3_scaling(header, theta, head_dim)
@@ -203,41 +220,26 @@ def _llama3_scaling(header: Header, theta: float, head_dim: int) -> dict[str, An
     }
 
 
-# --- Llama: tensors ---------------------------------------------------------------------------------------------------
-
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+# --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _names(num_layers: int) -> dict[str, str]:
-    """GGUF name -> Hugging Face name of every tensor of a Llama, output.weight included."""
+def _names(family: GGUFFamily, num_layers: int) -> dict[str, str]:
+    """GGUF name -> Hugging Face name of every tensor of a model, output.weight included."""
     blocks = {
-        f"blk.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
+        f"blk.{i}.{ours}": f"model.layers.{i}.{theirs}"
         for i in range(num_layers)
-        for ours, theirs in _BLOCK_NAMES.items()
+        for ours, theirs in family.tensors.items()
     }
     ends = {"output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
     return {"token_embd.weight": "model.embed_tokens.weight"} | blocks | ends
 
 
-def _check_tensors(header: Header, config: dict[str, Any]) -> None:
+def _check_tensors(header: Header, family: GGUFFamily, config: dict[str, Any]) -> None:
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     queries, keys = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    shapes = {
+    matrices = {
         "token_embd": (vocab, hidden),
         "output": (vocab, hidden),
-        "output_norm": (hidden,),
-        "attn_norm": (hidden,),
-        "ffn_norm": (hidden,),
         "attn_q": (queries, hidden),
         "attn_k": (keys, hidden),
         "attn_v": (keys, hidden),
@@ -246,23 +248,31 @@ def _check_tensors(header: Header, config: dict[str, Any]) -> None:
         "ffn_up": (inner, hidden),
         "ffn_down": (hidden, inner),
     }
+    head_norms = {"attn_q_norm": (config["head_dim"],), "attn_k_norm": (config["head_dim"],)}
+
+    def shape(name: str) -> tuple[int, ...]:
+        kind, leaf = name.split(".")[-2:]
+        if leaf == "bias":
+            return matrices[kind][:1]
+        return matrices.get(kind) or head_norms.get(kind) or (hidden,)
+
     if (layers := config["num_hidden_layers"]) > len(header.tensors):  # before listing names: it may be garbage
         raise UserError(
-            f"{header.path}: llama.block_count {layers} but {len(header.tensors)} tensors; download it again"
+            f"{header.path}: {family.name}.block_count {layers} but {len(header.tensors)} tensors; download it again"
         )
-    names = _names(layers)
+    names = _names(family, layers)
     unknown = [name for name in header.tensors if name not in names and name != "rope_freqs.weight"]
     missing = [name for name in names if name not in header.tensors and name != "output.weight"]
     wrong = [
-        f"{name} {list(info.shape)}, expected {list(shapes[name.split('.')[-2]])}"
+        f"{name} {list(info.shape)}, expected {list(shape(name))}"
         for name, info in header.tensors.items()
-        if name in names and info.shape != shapes[name.split(".")[-2]]
+        if name in names and info.shape != shape(name)
     ]
     for problem, listed in (("unknown", unknown), ("missing", missing), ("wrong-shape", wrong)):
         if listed:
             more = f" and {len(listed) - 20} more" if len(listed) > 20 else ""
             raise UserError(
-                f"{header.path}: {problem} tensors for a plain Llama: {'; '.join(listed[:20])}{more}; "
+                f"{header.path}: {problem} tensors for a plain {family.model_type}: {'; '.join(listed[:20])}{more}; "
                 "use the Hugging Face folder or another conversion"
             )
 

@@ -13,13 +13,22 @@ from flax import nnx
 from eagle3_jax.errors import UserError
 from eagle3_jax.models import gguf, gguf_tokenizer
 from eagle3_jax.models.attention import causal
-from eagle3_jax.models.config import DecoderConfig, decoder_config
+from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.families import family_of
+from eagle3_jax.models.family import Family
 from eagle3_jax.models.fingerprint import target_fingerprint, tokenizer_fingerprint
-from eagle3_jax.models.llama import LlamaForCausalLM
-from eagle3_jax.models.weights import Graph, Params, abstract_params, fill, read_json, read_tensors, safetensors_files
+from eagle3_jax.models.quantised import dequantised
+from eagle3_jax.models.weights import (
+    Graph,
+    Params,
+    TensorFiles,
+    abstract_params,
+    fill,
+    read_json,
+    safetensors_files,
+    with_progress,
+)
 from eagle3_jax.taps import Taps, TapSet
-
-_FAMILIES = {"LlamaForCausalLM": LlamaForCausalLM}
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class Target:
     eos_token_ids: tuple[int, ...]
     hub_id: str | None
     no_tokenizer: str | None = None
+    architecture: str = "LlamaForCausalLM"
 
     @property
     def num_layers(self) -> int:
@@ -99,33 +109,34 @@ def _forward(graph, taps: TapSet | None, params: Params, ids, lengths):
     return model.logits(last), tapped, last
 
 
-def load_target(path: str | Path, dtype: str = "bfloat16") -> Target:
+def load_target(path: str | Path, dtype: str = "bfloat16", family: Family | None = None) -> Target:
     """Loads a target from a Hugging Face folder (safetensors), a .gguf file, a hub name `org/name`, or `demo`.
 
-    dtype: dtype of weights and activations. No tokenizer files are needed: `target.tokenizer` may be None.
+    dtype: dtype of weights and activations. family: of an architecture that is not built in (docs/add-a-target.md).
+    No tokenizer files are needed: `target.tokenizer` may be None. Weights are read one tensor at a time.
     Raises UserError for anything missing, torn, unsupported or left over.
     """
     place = resolve(path)
     if place.suffix == ".gguf":
-        raw, tensors = gguf.gguf_config(place), gguf.gguf_tensors(place)
+        raw = gguf.gguf_config(place)
+        family = family or family_of(raw, str(place))
+        tensors = gguf.gguf_tensors(place)
         (tokenizer, no_tokenizer), generation = _gguf_tokenizer(place), {}
     else:
-        raw, tensors = read_json(place / "config.json"), read_tensors(safetensors_files(place))
+        raw = read_json(place / "config.json")
+        family = family or family_of(raw, str(place))
+        files = TensorFiles(safetensors_files(place))
+        tensors = with_progress(dequantised(raw, files, str(place)), len(files), place.name)
         tokenizer, no_tokenizer = _folder_tokenizer(place), None
         generation_file = place / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in _FAMILIES:
-        supported = ", ".join(_FAMILIES)
-        raise UserError(f"target architecture {architecture} is not supported / {place} / supported: {supported}")
-    config = decoder_config(raw, str(place))
-    if config.windows:
-        raise UserError(f"{place} has sliding windows / full attention only is supported for targets")
-    graph, shapes = abstract_params(nnx.eval_shape(lambda: _FAMILIES[architecture](config)))
+    config = family.read(raw, str(place))
+    graph, shapes = abstract_params(nnx.eval_shape(lambda: family.build(config)))
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
-    params = fill(shapes, tensors, jnp.dtype(dtype), str(place), ignore)
+    params = fill(shapes, family.place(config, tensors), jnp.dtype(dtype), str(place), ignore, family.float32)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
-    return Target(str(place), config, graph, params, tokenizer, _end_tokens(raw, generation), hub_id, no_tokenizer)
+    end_tokens = _end_tokens(raw, generation)
+    return Target(str(place), config, graph, params, tokenizer, end_tokens, hub_id, no_tokenizer, family.architecture)
 
 
 def resolve(path: str | Path, also: tuple[str, ...] = ()) -> Path:

@@ -1,13 +1,17 @@
 """Checkpoint tensors in, parameter tree out: strict keys, strict shapes, no copies kept."""
 
+import functools
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Int
 from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.errors import UserError
@@ -35,19 +39,82 @@ def safetensors_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+class TensorFiles:
+    """All tensors of some safetensors files, by name, each read when it is asked for and not before.
+
+    The files are read, not mapped: of a mapped file, every page that was touched counts as the process's memory, so
+    that loading would need a whole shard beside the tensor at hand.
+    """
+
+    def __init__(self, files: Iterable[Path]):
+        """Reads the headers. UserError for a torn file or a name that lies in two files."""
+        self._places: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+        for file in files:
+            try:
+                with safe_open(file, framework="np"):  # checks header and length
+                    pass
+                with open(file, "rb") as opened:
+                    size = int.from_bytes(opened.read(8), "little")
+                    header = json.loads(opened.read(size))
+            except (SafetensorError, OSError) as error:
+                raise _torn(file, error) from error
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                if name in self._places:
+                    raise UserError(f"{name} lies in two files / {self._places[name][0]}, {file} / remove one of them")
+                self._places[name] = (file, 8 + size, entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, in the dtype it is stored in."""
+        file, start, entry = self._places[name]
+        begin, end = entry["data_offsets"]
+        try:
+            dtype = np.dtype(_DTYPES[entry["dtype"]])
+            data = np.fromfile(file, dtype, (end - begin) // dtype.itemsize, offset=start + begin)
+            return data.reshape(entry["shape"])
+        except KeyError as error:
+            raise UserError(f"{name} has the dtype {entry['dtype']}, which is not supported / {file}") from error
+        except (OSError, ValueError) as error:
+            raise _torn(file, error) from error
+
+    def items(self) -> Iterator[tuple[str, np.ndarray]]:
+        return ((name, self.read(name)) for name in self)
+
+
+def _torn(file: Path, error: Exception) -> UserError:
+    return UserError(f"cannot read weights / {file} / {error}; the file may be torn: copy it again")
+
+
+_DTYPES = {
+    **{"BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4"},
+    **{"U64": "<u8", "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": jnp.bfloat16},
+    **{"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu},
+}
+
+
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of every tensor, one at a time. A torn file or a name in two files is a UserError."""
-    places: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    if name in places:
-                        raise UserError(f"{name} lies in two files / {places[name]}, {file} / remove one of them")
-                    places[name] = file
-                    yield name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"cannot read weights / {file} / {error}; the file may be torn: copy it again") from error
+    yield from TensorFiles(files).items()
+
+
+def with_progress(tensors: Iterable[tuple], total: int, title: str) -> Iterable[tuple]:
+    """The same tensors; on a terminal, with a bar on stderr that shows how many of `total` have been read."""
+    if not sys.stderr.isatty():
+        return tensors
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(tensors, f"loading {title}", total, console=Console(stderr=True), transient=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -92,29 +159,50 @@ def abstract_params(module: nnx.Module) -> tuple[Graph, dict[str, tuple[int, ...
 
 
 def fill(
-    shapes: dict[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]], dtype, where: str, ignore=()
+    shapes: dict[str, tuple[int, ...]], tensors: Iterable[tuple], dtype, where: str, ignore=(), float32=()
 ) -> Params:
     """Builds the nested parameter tree; every expected name must come exactly once, in its shape, and nothing else.
 
+    tensors: (name, array), or (name, array, i) for entry i of a stacked parameter. One at a time is in host memory.
     ignore: names whose presence is fine and whose content is not needed.
-    dtype: target dtype, or None to keep each tensor's own. Raises UserError listing what is wrong.
+    dtype: target dtype, or None to keep each tensor's own; float32: endings of names that have that one instead.
+    Raises UserError listing what is wrong.
     """
-    params, seen, unknown = {}, set(), []
-    for name, array in tensors:
+    arrays: dict[str, jax.Array] = {}
+    entries: dict[str, set[int]] = {}
+    unknown = []
+    for name, array, *entry in tensors:
         if name in ignore or name.endswith("rotary_emb.inv_freq"):
             continue
         if name not in shapes:
             unknown.append(name)
             continue
-        if tuple(array.shape) != shapes[name]:
-            raise UserError(f"{name} has shape {list(array.shape)}, the config says {list(shapes[name])} / {where}")
-        insert(params, name, jnp.asarray(array, dtype))
-        seen.add(name)
-    missing = [name for name in shapes if name not in seen]
+        shape = shapes[name][1:] if entry else shapes[name]
+        if tuple(array.shape) != shape:
+            raise UserError(f"{name} has shape {list(array.shape)}, the config says {list(shape)} / {where}")
+        own = jnp.float32 if name.endswith(tuple(float32)) else dtype
+        if not entry:
+            arrays[name] = jnp.asarray(array, own)
+            continue
+        if name not in arrays:
+            arrays[name] = jnp.zeros(shapes[name], array.dtype if own is None else own)
+        arrays[name] = _put(arrays[name], array, entry[0])
+        entries.setdefault(name, set()).add(entry[0])
+    missing = [name for name in shapes if name not in arrays]
+    missing += [f"{name}[{i}]" for name, come in entries.items() for i in range(shapes[name][0]) if i not in come]
     if missing or unknown:
         parts = [f"missing: {shorten(missing)}"] * bool(missing) + [f"not used: {shorten(unknown)}"] * bool(unknown)
         raise UserError(f"weights do not fit the config / {where} / {'; '.join(parts)}")
+    params: Params = {}
+    for name, array in arrays.items():
+        insert(params, name, array)
     return params
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack: jax.Array, entry: jax.Array, index: Int[Array, ""]) -> jax.Array:
+    """The stack with one entry replaced, in place."""
+    return jax.lax.dynamic_update_index_in_dim(stack, entry.astype(stack.dtype), index, 0)
 
 
 def insert(tree: Params, name: str, value: Any) -> None:

@@ -104,7 +104,8 @@ def bytes_per_token(target: Target, draft: Draft | None) -> tuple[int, int]:
 
 
 def _bytes(decoder: DecoderConfig, dtype) -> int:
-    return 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * np.dtype(dtype).itemsize
+    key_and_value = decoder.head_dim + (decoder.value_dim or decoder.head_dim)
+    return decoder.num_layers * decoder.num_kv_heads * key_and_value * np.dtype(dtype).itemsize
 
 
 def slots_for(memory: int, max_len: int, target: Target, draft: Draft | None) -> int:

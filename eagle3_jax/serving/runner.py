@@ -193,7 +193,8 @@ def _empty(models: Models, weights: Weights, target: Target, draft: Draft | None
     """The state of `slots` slots that hold nothing."""
     decoder, known = target.config, None
     try:
-        cache = empty_cache(decoder.num_layers, slots, decoder.num_kv_heads, entries, decoder.head_dim, target.dtype)
+        shape = (decoder.num_layers, slots, decoder.num_kv_heads, entries, decoder.head_dim)
+        cache = empty_cache(*shape, target.dtype, decoder.value_dim)
         if draft is not None:
             shape, dtype = draft.config.decoder, weights.draft["lm_head"]["weight"].dtype
             own = empty_cache(shape.num_layers, slots, shape.num_kv_heads, entries, shape.head_dim, dtype)

@@ -29,6 +29,7 @@ class DraftState(NamedTuple):
     hidden: the draft's output at the last slot that it has read, from which the first draft token of a round comes.
     Rows of features/next_ids below `count` are slots that it has yet to read, since the rounds that committed them were
     plain ones: row j is slot `length - count + j`, the target's features of that token and the token after it.
+    oracle: for measuring, target ids by position that chains propose in place of their own; -1 = their own.
     """
 
     cache: tuple[KV, ...]
@@ -36,6 +37,7 @@ class DraftState(NamedTuple):
     features: Taps
     next_ids: Int[Array, "B R"]
     count: Int[Array, "B"]
+    oracle: Int[Array, "B S"] | None = None
 
 
 def fast_rows(rows: int, batch: int) -> int:
@@ -80,6 +82,9 @@ def draft_tree(
         noise_row += level_logits.shape[1]
         ids, gains, drawn_from = _continuations(level_logits, strategy, random, noisy)
         tokens.append(d2t[ids].reshape(batch, -1))
+        if known.oracle is not None:
+            told = jnp.take_along_axis(known.oracle, (length + level)[:, None], axis=1, mode="fill", fill_value=-1)
+            tokens[-1] = jnp.where(told >= 0, told, tokens[-1])
         parents.append(jnp.repeat(numbers, strategy.top_k, axis=1))
         logits.append(drawn_from)
         if gains is not None:

@@ -59,6 +59,7 @@ def generate(
     min_tokens: int = 0,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     sample_draft: bool = False,
+    oracle: Sequence[Sequence[int]] | None = None,
 ) -> Result | list[Result]:
     """Generates from one prompt (list of ids) or several (list of lists, run as one ragged batch).
 
@@ -72,6 +73,8 @@ def generate(
     sampling: all settings at once, one set or one for each prompt, in place of the single keywords.
     sample_draft: draft tokens are drawn from the draft's distribution and verified by the p/q rule; by default they are
     its likeliest ones. Both leave the target's distribution as it is; only the latter keeps the text of a seed as well.
+    oracle: for measuring, with chains: known answers, one for each prompt. The draft works as ever, but their tokens
+    are proposed in place of its own, so that all are accepted where the target would say the same.
 
     The draft may be used beyond its own context window: positions are computed, not looked up, so that its tokens may
     be accepted less often there, and nothing else. Raises UserError on an impossible request.
@@ -90,18 +93,16 @@ def generate(
     for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         check_prompt(i, prompt, target)
         check_params(wanted, target.config.vocab_size)
-    strategies = _checked_strategies(strategy, draft)
-    drafting = any(shape.depth for shape in strategies)
-    models, weights = pair(target, draft if drafting else None)
+    strategies = strategies_of(strategy, draft)
     if sample_draft and not all(p.is_greedy for p in params):
         strategies = [with_sampled_drafts(shape) if shape.depth else shape for shape in strategies]
     stops = [p.stops(target) for p in params]
-    limits = [min(p.max_new_tokens, target.config.max_positions - len(i)) for p, i in zip(params, prompts, strict=True)]
+    limits = _limits(target, prompts, params)
     results = [Result() for _ in prompts]
 
-    ids, lengths = pad_prompts(prompts)
-    entries = cache_entries(target, prompts, limits, *strategies)
-    state, first = prefill(models, entries, weights, ids, lengths, device_sampling(target, prompts, params))
+    models, weights, state, first = _begin(target, draft, prompts, params, strategies)
+    if oracle is not None:
+        state = _with_oracle(state, prompts, oracle, strategies)
     for i, token in enumerate(np.asarray(first)):
         _commit(results, i, [int(token)], limits, stops, on_tokens)
     depth = max(shape.depth for shape in strategies)
@@ -126,6 +127,52 @@ def generate(
             results[i].drafts.append([token for token in drafts[i].tolist() if token >= 0])
             _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)
     return results[0] if single else results
+
+
+def warm_up(
+    target: Target,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]],
+    strategy: str | Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    oracle: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Compiles all that `generate` needs for such prompts with these settings, and runs each program once."""
+    strategies, params = strategies_of(strategy, draft), spread(sampling, len(prompts))
+    models, weights, state, _ = _begin(target, draft, prompts, params, strategies)
+    if oracle is not None:
+        state = _with_oracle(state, prompts, oracle, strategies)
+    if len(strategies) > 1:
+        _, state = _costs(target, draft, models, weights, strategies, state)
+    unread = 0
+    for shape in strategies:
+        state, committed, unread = next_round(models, shape, weights, state, unread)
+        jax.block_until_ready(committed)
+
+
+def _begin(target: Target, draft: Draft | None, prompts, params: Sequence[SamplingParams], strategies: list[Strategy]):
+    """The pair, the state after reading the prompts, and the first token of each."""
+    models, weights = pair(target, draft if any(shape.depth for shape in strategies) else None)
+    ids, lengths = pad_prompts(prompts)
+    entries = cache_entries(target, prompts, _limits(target, prompts, params), *strategies)
+    state, first = prefill(models, entries, weights, ids, lengths, device_sampling(target, prompts, params))
+    return models, weights, state, first
+
+
+def _limits(target: Target, prompts, params: Sequence[SamplingParams]) -> list[int]:
+    """The most new tokens of each request."""
+    window = target.config.max_positions
+    return [min(p.max_new_tokens, window - len(prompt)) for p, prompt in zip(params, prompts, strict=True)]
+
+
+def _with_oracle(state: State, prompts, answers: Sequence[Sequence[int]], strategies: list[Strategy]) -> State:
+    if len(answers) != len(prompts) or not all(shape.is_chain and shape.depth for shape in strategies):
+        raise UserError("an oracle proposes known answers / give one for each prompt, and a chain as strategy")
+    known = np.full((len(prompts), state.cache[0].k.shape[2]), -1, np.int32)
+    for row, prompt, answer in zip(known, prompts, answers, strict=True):
+        text = [*prompt, *answer][: len(row)]
+        row[: len(text)] = text
+    return state._replace(draft=state.draft._replace(oracle=jnp.asarray(known)))
 
 
 def _rounds(
@@ -162,7 +209,7 @@ def _costs(
     return known_costs(key, strategies, measure), state
 
 
-def _checked_strategies(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> list[Strategy]:
+def strategies_of(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> list[Strategy]:
     """The strategies that rounds may have: one, or several for "auto"."""
     is_auto = isinstance(strategy, str) and strategy == "auto"
     shapes = [] if is_auto else [parse_strategy(strategy)]
@@ -194,6 +241,17 @@ def window_warning(draft: Draft, target: Target) -> str | None:
     return f"note: the draft was made for {own} positions, the target for {window}; beyond {own} it may be right less"
 
 
+def nonfinite_warning(results: Sequence[Result]) -> str | None:
+    """One line when a draft's logits held NaN or infinities in some rounds, else None."""
+    rounds, broken = sum(len(r.accepted) for r in results), sum(r.nonfinite_rounds for r in results)
+    if not broken:
+        return None
+    return (
+        f"note: the draft's logits were not finite in {broken} of {rounds} rounds; the text is the target's all the "
+        f"same, but the draft is damaged, or its dtype is too narrow"
+    )
+
+
 def pad_prompts(prompts: list[list[int]]) -> tuple[jax.Array, jax.Array]:
     """int32 [B, P] padded on the right to `padded_length` (so that few shapes are compiled), and lengths [B]."""
     ids = np.zeros((len(prompts), padded_length(max(map(len, prompts)))), np.int32)
@@ -210,13 +268,13 @@ def padded_length(tokens: int) -> int:
 def cache_entries(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], *strategies: Strategy
 ) -> int:
-    """Length of the caches for prompts with at most so many new tokens each: a power of two from 128 on, but no more
-    than the target's context takes. With `padded_length` it decides which programs a batch needs."""
+    """Length of the caches for prompts with at most so many new tokens each: a power of two from 128 on that holds the
+    text, but no more than the target's context takes, and room for a round: the same for all strategies of few nodes,
+    so that none has a longer cache to read. With `padded_length` it decides which programs a batch needs."""
     window, room = target.config.max_positions, max(cache_room(strategy, len(prompts)) for strategy in strategies)
-    room = max(room, UNREAD if len(strategies) > 1 else 0)
     longest = max(min(len(p) + new, window) for p, new in zip(prompts, max_new_tokens, strict=True))
-    entries = min(_power_of_two(longest + room, 128), round_up(window + room, 128))
-    return max(entries, padded_length(max(map(len, prompts))))
+    text = max(min(_power_of_two(longest, 128), round_up(window, 128)), padded_length(max(map(len, prompts))))
+    return text + round_up(max(room, UNREAD), 16)
 
 
 def _power_of_two(value: int, least: int) -> int:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.models.attention import KV, cached_where, causal, empty_cache, finite
-from eagle3_jax.models.llama import LlamaForCausalLM
+from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.speculate.drafting import DraftState, draft_tree, extend, fast_rows, window_mask
 from eagle3_jax.speculate.sampling import Sampling, choose, observe
@@ -87,12 +87,13 @@ def prefill(
     sampling: Sampling | None,
 ) -> tuple[State, Int[Array, "B"]]:
     """Reads ragged prompts ids [B, P] of `lengths` tokens. Returns the state and the first new token of each."""
-    target: LlamaForCausalLM = models.target.merge(weights.target)
+    target: CausalLM = models.target.merge(weights.target)
     batch, width = ids.shape
     positions = jnp.broadcast_to(jnp.arange(width), ids.shape)
     per_token = jnp.broadcast_to(lengths[:, None], ids.shape)
     decoder, dtype = target.config, target.model.embed_tokens.weight[...].dtype
-    cache = empty_cache(decoder.num_layers, batch, decoder.num_kv_heads, cache_length, decoder.head_dim, dtype)
+    shape = (decoder.num_layers, batch, decoder.num_kv_heads, cache_length, decoder.head_dim)
+    cache = empty_cache(*shape, dtype, decoder.value_dim)
     last, taps, cache = target(ids, positions, _fill_cache, cache, models.taps, per_token)
     newest = LastHidden(jnp.repeat(_row(last.before_norm(), lengths - 1), fast_rows(1, batch), axis=1), last.normed)
     first = choose(target.logits(newest)[:, 0], lengths, sampling)
@@ -141,7 +142,7 @@ def verify(
     rows: the rows of the caches that the requests have (see `cached_where`), None = request b has row b; all else in
     the state has a row for each request.
     """
-    target: LlamaForCausalLM = models.target.merge(weights.target)
+    target: CausalLM = models.target.merge(weights.target)
     batch, entries = state.pending.shape[0], state.cache[0].k.shape[2]
     random = None if state.sampling is None else state.sampling.random
     candidates = _no_candidates(batch)
@@ -154,8 +155,9 @@ def verify(
     pad = fast_rows(strategy.nodes, batch) - strategy.nodes
     ids, depth = (jnp.pad(x, ((0, 0), (0, pad))) for x in (tree.tokens, tree.depth))
     sees = jnp.pad(tree.sees, ((0, 0), (0, pad), (0, pad))) | jnp.eye(strategy.nodes + pad, dtype=bool)
-    attend = cached_where(state.length, window_mask(state.length, sees, entries), rows=rows)
-    last, taps, cache = target(ids, state.length[:, None] + depth, attend, state.cache, models.taps)
+    positions, places = node_places(state.length, depth, entries)
+    attend = cached_where(state.length, window_mask(state.length, sees, entries), positions, rows, places)
+    last, taps, cache = target(ids, positions, attend, state.cache, models.taps)
     verified = Verified(tree, target.logits(last)[:, : strategy.nodes], taps, candidates)
     return state._replace(cache=cache), verified
 
@@ -207,7 +209,7 @@ def read_unread(
     start, count = length - left.count, jnp.maximum(left.count, 1)
     hidden, cache = extend(draft, left.cache, left.features, left.next_ids, start, count, rows)
     hidden = jnp.where((left.count > 0)[:, None, None], hidden, left.hidden)
-    return DraftState(cache, hidden, left.features, left.next_ids, jnp.zeros_like(left.count))
+    return left._replace(cache=cache, hidden=hidden, count=jnp.zeros_like(left.count))
 
 
 def next_round(
@@ -236,6 +238,18 @@ def _leave(left: DraftState, features: Taps, tokens: Int[Array, "B 1"]) -> Draft
     return kept._replace(count=left.count + 1)
 
 
+def node_places(
+    length: Int[Array, "B"], depth: Int[Array, "B N"], entries: int
+) -> tuple[Int[Array, "B N"], Int[Array, "B S"]]:
+    """Positions of a tree's nodes, and of all cache entries once the nodes lie behind the `length` committed ones.
+
+    Where layers have windows, a node's position counts and not its entry, which is behind those of the nodes beside it.
+    """
+    positions = length[:, None] + depth
+    put = jax.vmap(lambda row, at: jax.lax.dynamic_update_slice(jnp.arange(entries), row, (at,)))
+    return positions, put(positions, length)
+
+
 def _no_candidates(batch: int) -> Candidates:
     nothing = jnp.zeros((batch, 0), jnp.int32)
     return Candidates(nothing, nothing, None, nothing, None, jnp.ones(batch, bool))
@@ -262,13 +276,13 @@ def _rows(x: Float[Array, "B T H"], index: Int[Array, "B R"]) -> Float[Array, "B
     return jnp.take_along_axis(x, index[..., None], axis=1)
 
 
-def _fill_cache(q, k, v, cache: KV, window: int | None = None):
+def _fill_cache(q, k, v, cache: KV, window: int | None = None, **how):
     """Attention of a prefill: causal over the prompt itself while keys and values go to the start of the cache.
 
     Prompts are padded on the right, so a causal mask alone keeps padding out of sight of every real token.
     """
     v = finite(v)
-    out, _ = causal(jnp.zeros(q.shape[:2], jnp.int32))(q, k, v, None, window=window)
+    out, _ = causal(jnp.zeros(q.shape[:2], jnp.int32))(q, k, v, None, window=window, **how)
     filled = [
         jax.lax.dynamic_update_slice(old, new.swapaxes(1, 2).astype(old.dtype), (0, 0, 0, 0))
         for old, new in ((cache.k, k), (cache.v, v))

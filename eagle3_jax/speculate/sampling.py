@@ -110,8 +110,8 @@ def processed(logits: Float[Array, "B V"], positions: Int[Array, "B"], sampling:
 def warped(logits: Float[Array, "B V"], random: Random) -> Float[Array, "B V"]:
     """Logits divided by the temperature, with everything outside min-p, top-k and top-p at -inf.
 
-    The likeliest token always stays, and so does what equals the last token kept; top_p 1 cuts nothing (a cumulative
-    sum in float32 reaches 1 before the tail does). Greedy requests keep their largest logits alone.
+    The likeliest token always stays, and so does what equals the last token kept; top_p 1 cuts nothing. Greedy requests
+    keep their largest logits alone.
     """
     scaled = logits / random.draft_temperature[:, None]
     largest = jnp.max(scaled, axis=-1, keepdims=True)
@@ -133,18 +133,41 @@ def _sorts(random: Random) -> Bool[Array, ""]:
 
 
 def _least_kept(scaled: Float[Array, "B V"], random: Random) -> Float[Array, "B 1"]:
-    """The smallest logit inside top-k and, of what that leaves, inside top-p."""
-    vocabulary = scaled.shape[-1]
-    ordered, rank = jnp.sort(scaled, axis=-1)[..., ::-1], jnp.arange(vocabulary)
-    within = jnp.ones_like(scaled, bool)
+    """A bound that keeps what is inside top-k and, of that, inside top-p: tokens above which there are fewer than k,
+    and of less total probability than p."""
+    least = jnp.full_like(scaled[:, :1], -jnp.inf)
     if random.top_k is not None:
-        within = rank < jnp.where(random.top_k > 0, jnp.minimum(random.top_k, vocabulary), vocabulary)[:, None]
+        count = jnp.where(random.top_k > 0, random.top_k, jnp.inf)
+        least = _bound(scaled, jnp.ones_like(scaled), count[:, None])
     if random.top_p is not None:
-        probabilities = jax.nn.softmax(jnp.where(within, ordered, -jnp.inf), axis=-1)
-        mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        top_p = random.top_p[:, None]
-        within &= (mass_before < top_p) | (top_p >= 1.0) | (rank == 0)
-    return jnp.min(jnp.where(within, ordered, jnp.inf), axis=-1, keepdims=True)
+        probabilities = jax.nn.softmax(jnp.where(scaled >= least, scaled, -jnp.inf), axis=-1)
+        mass = jnp.where(random.top_p < 1, random.top_p, jnp.inf)
+        least = jnp.maximum(least, _bound(scaled, probabilities, mass[:, None]))
+    return least
+
+
+def _bound(
+    values: Float[Array, "B V"], weights: Float[Array, "B V"], limit: Float[Array, "B 1"]
+) -> Float[Array, "B 1"]:
+    """The smallest float above which the weights of the values sum to less than `limit` > 0.
+
+    Found by halving the range of floats 32 times, on the integers that order as they do; sorting takes much longer.
+    """
+
+    def ordered(bits):  # its own inverse
+        return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+    numbers = ordered(jax.lax.bitcast_convert_type(values, jnp.int32))
+
+    def halve(_, ends):
+        low, high = ends
+        middle = (low & high) + ((low ^ high) >> 1)
+        above = jnp.sum(jnp.where(numbers > middle, weights, 0), axis=-1, keepdims=True)
+        fits = above < limit
+        return jnp.where(fits, low, middle + 1), jnp.where(fits, middle, high)
+
+    ends = numbers.min(axis=-1, keepdims=True), numbers.max(axis=-1, keepdims=True)
+    return jax.lax.bitcast_convert_type(ordered(jax.lax.fori_loop(0, 32, halve, ends)[1]), jnp.float32)
 
 
 def draft_noise(random: Random, length: Int[Array, "B"], shape: tuple[int, int]) -> Float[Array, "B rows Vd"]:

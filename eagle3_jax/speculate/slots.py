@@ -16,7 +16,7 @@ import numpy as np
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.generate import pad_prompts, padded_length, pair, round_up
 from eagle3_jax.speculate.request import SamplingParams, cut, device_sampling
-from eagle3_jax.speculate.round import State, prefill, speculate
+from eagle3_jax.speculate.round import Committed, State, prefill, speculate
 from eagle3_jax.speculate.strategy import PLAIN
 
 _GROUP = 4  # prompts read together: enough rows for a fast matmul, few enough that slots do not wait for each other
@@ -51,7 +51,8 @@ def generate_many(
     stop = frozenset(target.eos_token_ids) if stop is None else stop
     cache_length = max(padded_length(max_prompt), round_up(max_prompt + max_new_tokens + 2, 64))
     queue, active = deque(requests), [None] * slots
-    state = None
+    state, ahead = None, jax.default_backend() != "cpu"  # as in `generate`
+    dispatched: deque[tuple[Committed, list[Request | None]]] = deque()
     while queue or any(active):
         free = [slot for slot, request in enumerate(active) if request is None]
         if queue and (len(free) >= min(_GROUP, slots) or not any(active)):
@@ -64,10 +65,13 @@ def generate_many(
                 request.tokens.append(int(token))
         else:
             state, committed = speculate(models, PLAIN, weights, state)
-            tokens = np.asarray(committed.tokens)[:, 0]
-            for slot, request in enumerate(active):
-                if request is not None:
-                    request.tokens.append(int(tokens[slot]))
+            dispatched.append((committed, list(active)))
+            if len(dispatched) > ahead:
+                committed, took_part = dispatched.popleft()
+                tokens = np.asarray(committed.tokens)[:, 0]
+                for slot, request in enumerate(took_part):
+                    if request is not None and request is active[slot]:
+                        request.tokens.append(int(tokens[slot]))
         for slot, request in enumerate(active):
             if request is not None and _ended(request, stop, max_new_tokens, window):
                 active[slot] = None

@@ -54,20 +54,27 @@ def walk(
     batch = length.shape[0]
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32) if sampling is None else None
 
-    def step(carry, depth):
-        node, alive, sampling = carry
+    def verified(node, depth, sampling):
+        """The target's choice at a node, and the child that holds it, -1 if none does."""
         here, below, position = at(logits, node), children(tree, node), length + depth + 1
         if proposal is not None:
-            token, child = _accept(strategy, tree, here, node, below, position, sampling, proposal)
-        else:
-            token = at(greedy, node) if greedy is not None else choose(here, position, sampling)
-            child = first(below & (tree.tokens == token[:, None]))
+            return _accept(strategy, tree, here, node, below, position, sampling, proposal)
+        token = at(greedy, node) if greedy is not None else choose(here, position, sampling)
+        return token, first(below & (tree.tokens == token[:, None]))
+
+    def step(carry, depth):
+        node, alive, sampling = carry
+        if greedy is not None:
+            token, child = verified(node, depth, sampling)
+        else:  # where all requests have ended the noise is spared
+            nothing = jnp.zeros(batch, jnp.int32), jnp.full(batch, -1)
+            token, child = jax.lax.cond(alive.any(), verified, lambda *_: nothing, node, depth, sampling)
         sampling = observe(sampling, token, alive)
         alive &= child >= 0
-        following = jnp.where(alive, child, first(below))
+        following = jnp.where(alive, child, first(children(tree, node)))
         return (following, alive, sampling), (token, node, alive)
 
-    # A loop, since the noise and the sorts of one step take seconds to compile.
+    # A loop, since the noise of one step takes long to compile.
     start = (jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool), sampling)
     (_, _, sampling), steps = jax.lax.scan(step, start, jnp.arange(strategy.depth + 1))
     tokens, path, alive = (x.swapaxes(0, 1) for x in steps)

@@ -14,10 +14,12 @@ from jaxtyping import Array, Int
 
 from eagle3_jax.draft.ttt import document_positions
 from eagle3_jax.models.attention import causal
-from eagle3_jax.models.llama import LlamaForCausalLM, head_logits
+from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 from eagle3_jax.training.loss import Teacher
+
+_SLOTS = 512  # of which full-vocabulary logits exist at once
 
 
 class Features(NamedTuple):
@@ -35,7 +37,7 @@ def target_features(
     graph: Graph, taps: TapSet, params: Params, ids: Int[Array, "B T"], document_ids: Int[Array, "B T"]
 ) -> Features:
     """One forward of the target over packed rows; attention and positions restart at each document."""
-    model: LlamaForCausalLM = graph.merge(params)
+    model: CausalLM = graph.merge(params)
     last, tapped, _ = model(ids, document_positions(document_ids), causal(document_ids), taps=taps)
     return Features(tapped, last, _choices(model, last))
 
@@ -45,15 +47,16 @@ def complete(graph: Graph, params: Params, taps: Taps, last: LastHidden) -> Feat
     return Features(taps, last, _choices(graph.merge(params), last))
 
 
-def _choices(model: LlamaForCausalLM, last: LastHidden) -> Int[Array, "B T"]:
+def _choices(model: CausalLM, last: LastHidden) -> Int[Array, "B T"]:
     """The full-vocabulary argmax at each token."""
 
-    # Row by row: full-vocabulary logits of a whole batch would be the largest array of the step.
-    def row(array: jax.Array) -> jax.Array:
-        normed = LastHidden(array, last.normed).after_norm(model.model.norm)
-        return jnp.argmax(head_logits(normed, model.head_weight), axis=-1).astype(jnp.int32)
+    # A few slots at a time: full-vocabulary logits of long rows would be the largest array of the step by far.
+    def choice(slot: jax.Array) -> jax.Array:
+        normed = LastHidden(slot, last.normed).after_norm(model.model.norm)
+        return jnp.argmax(model.normed_logits(normed), axis=-1).astype(jnp.int32)
 
-    return jax.lax.map(row, last.array)
+    slots = last.array.reshape(-1, last.array.shape[-1])
+    return jax.lax.map(choice, slots, batch_size=_SLOTS).reshape(last.array.shape[:-1])
 
 
 def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "Vd"]) -> Teacher:
@@ -61,9 +64,9 @@ def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "V
 
     A last hidden state stored after the norm is not normed again.
     """
-    model: LlamaForCausalLM = graph.merge(params)
+    model: CausalLM = graph.merge(params)
     normed = features.last.after_norm(model.model.norm)
-    return Teacher(head_logits(normed, model.head_weight[d2t]), features.argmax)
+    return Teacher(model.normed_logits(normed, d2t), features.argmax)
 
 
 class FeatureCache:

@@ -185,7 +185,7 @@ def _first_draft(config: Config, target: Target, documents, init_from: str | Non
     facts = {
         "verifier": {
             "name_or_path": config.training.target_hub_id or target.hub_id,
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [target.architecture],
         },
         "target": {
             "hub_id": config.training.target_hub_id or target.hub_id,

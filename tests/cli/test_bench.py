@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from eagle3_jax import load_target, save_draft
+from eagle3_jax import UserError, load_draft, load_target, save_draft
+from eagle3_jax.bench.plot import draw
+from eagle3_jax.speculate import controller
 from tests.cli.tiny_target import write_prompts
-from tests.tiny import random_draft
+from tests.tiny import not_a_number, random_draft
 
 
 @pytest.fixture(scope="module")
@@ -18,27 +20,66 @@ def files(target, tmp_path_factory):
     return folder / "draft", write_prompts(folder / "prompts.jsonl", [["what"], ["who is it"], ["why"]])
 
 
-def test_rows_have_the_documented_keys_and_count_full_batches(eagle3, target, files, tmp_path):
+def bench(eagle3, target, files, json_file, *options) -> tuple[str, dict]:
     draft, prompts = files
-    options = ("--strategies", "plain,tree:2x2x4", "--batch", "1,2", "--max-new-tokens", 6, "--dtype", "float32")
-    result = eagle3(
-        *("bench", "--target", target, "--draft", draft, "--prompts", prompts, *options, "--json", tmp_path / "b.json")
-    )
-    assert result.code == 0
-    assert [line for line in result.err.splitlines() if "left out" in line] == [
+    arguments = ("--target", target, "--draft", draft, "--prompts", prompts, "--max-new-tokens", 6)
+    result = eagle3("bench", *arguments, "--dtype", "float32", "--json", json_file, *options)
+    assert result.code == 0, result.err
+    return result.err, json.loads(json_file.read_text())
+
+
+def test_rows_have_the_documented_keys_and_count_full_batches(eagle3, target, files, tmp_path):
+    options = ("--strategies", "tree:2x2x4,plain", "--batch", "1,2")
+    notes, content = bench(eagle3, target, files, tmp_path / "b.json", *options)
+    assert [line for line in notes.splitlines() if "left out" in line] == [
         "batch 2: the last 1 of 3 prompts are left out, they fill no batch"
     ]
-    content = json.loads((tmp_path / "b.json").read_text())
     assert set(content) == {"rows", "machine", "versions"}
     assert [(r["strategy"], r["batch"]) for r in content["rows"]] == [
-        *(("plain", 1), ("tree:2x2x4", 1), ("plain", 2), ("tree:2x2x4", 2))
+        *(("tree:2x2x4", 1), ("plain", 1), ("tree:2x2x4", 2), ("plain", 2))
     ]
     for row in content["rows"]:
-        keys = "strategy batch prompts tok_s ms_per_token tau acceptance_by_depth speedup_vs_plain identical_to_plain"
-        assert set(row) == set(keys.split())
-        assert row["prompts"] == {1: 3, 2: 2}[row["batch"]] and row["identical_to_plain"] == 1.0
+        keys = "strategy batch tok_s ms_per_token tau acceptance_by_depth speedup_vs_plain identical_to_plain"
+        assert set(row) == set(keys.split()) and row["identical_to_plain"] == 1.0
         assert len(row["acceptance_by_depth"]) == (2 if row["strategy"] != "plain" else 0)
-    assert content["rows"][0]["tau"] == 1.0 and content["rows"][0]["speedup_vs_plain"] == 1.0
+    assert content["rows"][1]["tau"] == 1.0 and content["rows"][1]["speedup_vs_plain"] == 1.0
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_auto_and_an_oracle(eagle3, target, files, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(controller, "_MENU", ("plain", "chain:1"))
+    options = ("--strategies", "oracle:1,auto", "--plot", tmp_path / "b.svg")
+    notes, content = bench(eagle3, target, files, tmp_path / "b.json", *options)
+    assert "auto, batch 1: rounds were" in notes
+    oracle, auto = content["rows"]
+    assert (oracle["strategy"], auto["strategy"]) == ("oracle:1", "auto")
+    assert oracle["identical_to_plain"] == auto["identical_to_plain"] == 1.0
+    assert oracle["acceptance_by_depth"][0] >= 0.6  # all but where the answer that it knows has ended
+    assert sorted(p.name for p in tmp_path.glob("b.*")) == ["b.json", "b.svg"]
+
+
+def test_a_damaged_draft_is_told(eagle3, target, files, tmp_path):
+    broken = not_a_number(load_draft(files[0]))
+    save_draft(broken, tmp_path / "broken")
+    options = ("--prompts", files[1], "--dtype", "float32", "--max-new-tokens", 6, "--strategies", "tree:2x2x4")
+    result = eagle3("bench", "--target", target, "--draft", tmp_path / "broken", *options)
+    assert "tree:2x2x4, batch 1: the draft's logits were not finite in 15 of 15 rounds" in result.err
+    assert "100%" in result.out
+
+
+def test_the_plot_shows_every_strategy_and_size(tmp_path):
+    rows = [
+        {"strategy": name, "batch": size, "tok_s": 10.0 * size, "speedup_vs_plain": 1.5, "tau": 2.0}
+        | {"acceptance_by_depth": [] if name == "plain" else [0.6, 0.4]}
+        for size in (1, 8)
+        for name in ("plain", "chain:2")
+    ]
+    draw(rows, tmp_path / "plot.svg", "a title")
+    draw(rows[:1], tmp_path / "plain.svg", "plain decoding alone")
+    assert "<svg" in (tmp_path / "plot.svg").read_text() and len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(UserError, match="cannot write the plot"):
+        draw(rows, tmp_path / "no such folder" / "plot.svg", "")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +90,9 @@ def test_rows_have_the_documented_keys_and_count_full_batches(eagle3, target, fi
         (("--batch", "8"), "needs as many prompts"),
         (("--strategies", "plain,tree:2x2"), "chain:K"),
         (("--temperature", "-1"), "temperature -1.0"),
+        (("--strategies", "oracle:0"), "'chain:0' is not known"),
+        (("--plot", "out.jpeg"), "--plot out.jpeg"),
+        (("--plot", "no/such/out.png"), "--plot: no folder no/such"),
     ],
 )
 def test_bad_input_is_one_line(eagle3, target, files, change, words):

@@ -110,6 +110,31 @@ def test_yarn_without_factor_divides_the_windows() -> None:
     assert_angles(rope, yarn(WINDOW / 32, 32), 0.1 * math.log(4) + 1)
 
 
+def test_longrope_takes_other_factors_beyond_the_original_window() -> None:
+    short, long = [1.0 + 0.1 * i for i in range(8)], [2.0 + i for i in range(8)]
+    numbers = {"short_factor": short, "long_factor": long, "original_max_position_embeddings": 32}
+    rope = parse(rope_parameters={"rope_type": "longrope"} | numbers)
+    scale = math.sqrt(1 + math.log(WINDOW / 32) / math.log(32))
+    for length, factors in ((32, short), (33, long)):
+        expected = [f / factor for f, factor in zip(plain(), factors, strict=True)]
+        assert_angles(rope, expected, scale, lengths=jnp.full((1, 300), length))
+    assert parse(rope_parameters=rope.to_hf()) == rope
+    outside = parse(
+        rope_parameters={"rope_type": "longrope"} | numbers | {"original_max_position_embeddings": None},
+        original_max_position_embeddings=32,
+    )
+    assert outside == rope
+
+
+def test_a_part_of_a_head_can_be_rotated() -> None:
+    rope = rope_from_hf({"partial_rotary_factor": 0.75}, DIM, partial=True)
+    assert rope.head_dim == 12
+    x = jnp.arange(2.0 * DIM).reshape(1, 2, 1, DIM)
+    turned = rotate(x, *rotary(rope, jnp.asarray([[3, 4]])))
+    np.testing.assert_array_equal(turned[..., 12:], x[..., 12:])
+    assert not np.allclose(turned[..., :12], x[..., :12])
+
+
 def test_dynamic_grows_with_the_length() -> None:
     rope = parse(rope_parameters={"rope_type": "dynamic", "factor": 2.0})
     for length in (40, WINDOW, 300):
@@ -155,7 +180,7 @@ def test_writing_and_reading_are_inverse(parameters: dict) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' in config.json is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor in config.json must be 8 positive numbers"),
         ({"rope_scaling": {"type": "su"}}, "'su' in config.json is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"lacks \['factor'\]"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "high_freq_factor"),

@@ -271,7 +271,7 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     window = {"sliding_window": 8, "layer_types": ["sliding_attention"]}
     folder = write_target(tmp_path / "window", num_hidden_layers=1, **window)
-    refused(folder, "sliding windows / full attention only is supported for targets")
+    refused(folder, "sliding windows / a Llama has full attention only")
 
 
 def test_no_such_path_is_refused(tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
-"""A server without a model: an engine that plays scripts, a tokenizer of bytes, and uvicorn on a free port."""
+"""A server without a model: an engine that plays scripts, and a tokenizer of bytes."""
 
 import asyncio
 import contextlib
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import uvicorn
+import httpx2
+import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,6 +15,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.serving.api.app import create_app
 from eagle3_jax.serving.api.service import Service
 from eagle3_jax.serving.requests import Delta, Request, TokenLogprobs
+from tests.serving.running import serving
 
 TEMPLATE = (
     "{% for message in messages %}{{'<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>' + '\n'}}"
@@ -38,6 +38,13 @@ def byte_tokenizer(template: str = TEMPLATE, bos: str | None = None) -> PreTrain
 
 
 TOKENIZER = byte_tokenizer()
+HTTP = httpx2.Client()  # making one takes a tenth of a second; conftest.py closes it
+
+
+def connect(address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=HTTP)
+
+
 VOCAB = len(TOKENIZER)
 
 
@@ -72,11 +79,11 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.left: list[str] = []  # ids of requests whose reader went before the end
         self.max_len = 4096
+        self.strategies = ("plain", "chain:3")
 
     def check(self, request: Request) -> None:
-        total = len(request.prompt) + request.params.max_new_tokens
-        if total > self.max_len:
-            raise UserError(f"{len(request.prompt)} + {request.params.max_new_tokens} tokens / over {self.max_len}")
+        if request.strategy == "chain:9":
+            raise UserError("strategy chain:9 is not compiled / use another one")
 
     async def stream(self, request: Request):
         self.requests.append(request)
@@ -124,23 +131,8 @@ def make_service(engine: FakeEngine, tokenizer=TOKENIZER, **more: Any) -> Servic
 
 
 @contextlib.contextmanager
-def serving(app) -> Iterator[str]:
-    """Runs the app on a free loopback port in a thread; gives its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off", ws="none"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
-
-
-@contextlib.contextmanager
-def fake_server(script: Callable[[Request], Sequence[Any]], tokenizer=TOKENIZER, timeout=None, **app: Any):
+def fake_server(script: Callable[[Request], Sequence[Any]], tokenizer=TOKENIZER, most_requests=None, **app: Any):
     """(address, engine) of a server whose engine plays `script`."""
     engine = FakeEngine(script)
-    with serving(create_app(make_service(engine, tokenizer, timeout=timeout), **app)) as address:
+    with serving(create_app(make_service(engine, tokenizer, most_requests=most_requests), **app)) as address:
         yield address, engine

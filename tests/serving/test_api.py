@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import threading
 import time
 
@@ -10,11 +11,10 @@ import openai
 import pytest
 
 from eagle3_jax.serving.requests import Delta, EngineStopped, QueueFull
-from tests.serving.fake_engine import END, TOKENIZER, VOCAB, byte_tokenizer, fake_server, ids, saying
+from tests.serving.fake_engine import END, HTTP, TOKENIZER, VOCAB, byte_tokenizer, connect, fake_server, ids, saying
 
 TEXT = "Hello wörld, the 🚀 end"
 HI = [{"role": "user", "content": "hi"}]
-HTTP = httpx.Client()  # making one takes a tenth of a second
 SYSTEM = [{"role": "system", "content": "be brief"}]
 
 
@@ -27,10 +27,6 @@ def server():
 @pytest.fixture(scope="module")
 def client(server):
     return connect(server[0])
-
-
-def connect(address: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, http_client=HTTP)
 
 
 def get(address: str, **more) -> httpx.Response:
@@ -165,6 +161,18 @@ def test_temperatures(server):
         assert server[1].requests[-1].params.temperature == used
     assert post(server, "/v1/completions", {"prompt": "a"}).status_code == 200
     assert server[1].requests[-1].params.temperature == 1.0
+
+
+def test_the_context_is_filled_to_the_last_token(server):
+    def ask(prompt: int, **more) -> httpx.Response:
+        return post(server, "/v1/completions", {"prompt": [ids("a")[0]] * prompt, **more})
+
+    for prompt, asked, used in ((4080, {"max_tokens": 16}, 16), (4080, {}, 16), (4090, {}, 6), (4095, {}, 1)):
+        assert ask(prompt, **asked).status_code == 200
+        assert server[1].requests[-1].params.max_new_tokens == used
+    for prompt, asked in ((4081, {"max_tokens": 16}), (4096, {}), (4097, {}), (4096, {"max_tokens": 1})):
+        message = refused(ask(prompt, **asked))
+        assert "4096" in message and str(prompt) in message
 
 
 def test_stats(client, server):
@@ -377,6 +385,27 @@ def test_body_limit():
         with contextlib.suppress(httpx.TransportError):  # the server may close while the body is still being sent
             refused(post(server, "/v1/completions", content=unannounced()), 413)
         assert post(server, "/v1/completions", {"prompt": "a" * 900}).status_code == 200
+
+
+def test_an_upload_that_breaks_off_is_no_error_of_ours(server, caplog):
+    host, port = server[0].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"prompt":')
+    assert post(server, "/v1/completions", {"prompt": "a"}).status_code == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_text_that_cannot_fit_is_not_even_tokenised(server):
+    long = "a" * 10**6
+    chat = {"messages": [{"role": "user", "content": long}]}
+    for path, body in (("/v1/completions", {"prompt": long}), ("/v1/chat/completions", chat)):
+        assert "1000000 characters" in refused(post(server, path, body))
+
+
+def test_more_choices_than_the_server_holds_are_refused():
+    with fake_server(saying("a"), most_requests=4) as server:
+        assert "4 at most" in refused(post(server, "/v1/completions", {"prompt": ["a"] * 3, "n": 2}))
+        assert post(server, "/v1/completions", {"prompt": ["a"] * 2, "n": 2}).status_code == 200
 
 
 def test_cors_is_off_unless_asked_for(server):

@@ -1,5 +1,6 @@
 """Many requests through a fixed batch give what each gives alone, in whatever order they finish."""
 
+import jax
 import pytest
 
 import eagle3_jax as e3
@@ -29,6 +30,15 @@ def alone(shallow_target) -> dict[int, list[int]]:
 
 def test_every_request_gets_its_own_answer(shallow_target, alone) -> None:
     assert run(shallow_target, requests(), 3, stop=frozenset()) == alone
+
+
+def test_a_step_dispatched_ahead_changes_nothing(shallow_target, alone, monkeypatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert run(shallow_target, requests(), 3, stop=frozenset()) == alone
+    stop = frozenset({alone[10][1], alone[13][0]})
+    ahead = run(shallow_target, requests(), 3, stop=stop)
+    monkeypatch.undo()
+    assert ahead == run(shallow_target, requests(), 3, stop=stop)
 
 
 def test_requests_that_stop_early_make_room(shallow_target, alone) -> None:

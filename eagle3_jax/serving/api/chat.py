@@ -24,7 +24,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     if tools and body.response_format and body.response_format.get("type") != "text":
         raise ApiError(400, "response_format with tools is not supported", "response_format")
     tool_format = _tool_format(service, tools)
-    prompt = await service.in_thread(chat_prompt, service.tokenizer, body.messages, tools)
+    prompt = await service.in_thread(chat_prompt, service, body.messages, tools)
     service.check_ready()
     answer_id = new_id("chatcmpl")
     requests = await service.requests(body, answer_id, [prompt])
@@ -34,10 +34,12 @@ async def chat_completions(http: HttpRequest) -> Response:
     return await respond(http, service, exchange, bool(body.stream))
 
 
-def chat_prompt(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+def chat_prompt(service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
     """The ids of a chat, exactly as training sees them. Raises ApiError or UserError if it cannot be rendered."""
+    tokenizer = service.tokenizer
     template = tokenizer.chat_template or ""
     rendered = template_messages(messages, knows_developer="developer" in str(template))
+    service.check_length(sum(len(message["content"]) for message in rendered))
     options = {"tools": tools} if tools else {}
     ids = prompt_ids(tokenizer, rendered, where="messages", **options)
     if tools and ids == prompt_ids(tokenizer, rendered, where="messages"):

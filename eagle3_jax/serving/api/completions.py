@@ -52,6 +52,8 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
 
 
 def _ids(service: Service, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        service.check_length(len(prompt))
     ids = text_ids(service.tokenizer, prompt) if isinstance(prompt, str) else prompt
     if not ids:
         raise ApiError(400, "prompt is empty: give at least one token", "prompt")

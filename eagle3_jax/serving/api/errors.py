@@ -5,13 +5,14 @@ import math
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.serving.requests import EngineStopped, QueueFull
 
 _log = logging.getLogger("eagle3_jax.serving")
+CLIENT_LEFT = 499  # nginx's; nobody receives it, the log shows it
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -49,6 +50,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error) or "the server is shutting down", headers={"Retry-After": "5"})
         case UserError():
             return ApiError(400, str(error))
+        case ClientDisconnect():
+            return ApiError(CLIENT_LEFT, "the client left before its request was whole")
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))
         case _:

@@ -4,7 +4,8 @@ null counts as not given, as with OpenAI. Fields that say who asks and change no
 """
 
 import json
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -90,9 +91,11 @@ class ChatBody(Sampled):
     parallel_tool_calls: Literal[True] | None = None
     modalities: list[Literal["text"]] | None = None
 
+    default_longest: ClassVar[float] = math.inf
+
     @property
     def longest(self) -> int | None:
-        """Most tokens asked for, None = as many as fit."""
+        """Most tokens asked for; None: `default_longest`, or what fits."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -113,9 +116,11 @@ class CompletionBody(Sampled):
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
 
+    default_longest: ClassVar[float] = 16
+
     @property
     def longest(self) -> int | None:
-        return 16 if self.max_tokens is None else self.max_tokens
+        return self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:

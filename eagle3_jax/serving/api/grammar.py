@@ -10,6 +10,8 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.serving.api.errors import ApiError
 
 _ANY_OBJECT = {"type": "object"}
+# Between the parts of a JSON text: as compact and as indented writers do it. Without a bound some models never stop.
+_BLANKS = {"whitespace_pattern": r"( |\n {0,32})?"}
 
 
 class JsonGrammar:
@@ -37,7 +39,7 @@ class JsonGrammar:
 
 def json_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
     """The schema that an answer must meet, None for free text. Raises ApiError for any other format."""
-    kind = (response_format or {"type": "text"}).get("type")
+    kind = "text" if response_format is None else response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -70,7 +72,7 @@ class Grammars:
         if self._known is None:
             self._known = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_BLANKS)
         except ValueError as error:
             raise ApiError(400, f"response_format: {error}", "response_format") from error
         matcher = LLMatcher(self._known, grammar, log_level=0)

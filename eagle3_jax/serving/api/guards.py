@@ -48,8 +48,7 @@ class Traced:
             await response(scope, receive, send_traced)
         finally:
             facts["ms"] = round(1000 * (time.monotonic() - began), 1)
-            quiet = scope["path"] in _QUIET and facts.get("status") == 200
-            _log.log(logging.DEBUG if quiet else logging.INFO, "http", extra={"facts": facts})
+            _log.log(logging.DEBUG if scope["path"] in _QUIET else logging.INFO, "http", extra={"facts": facts})
 
 
 class ApiKey:

@@ -13,14 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from eagle3_jax.serving.api.answer import Answer, Piece
-from eagle3_jax.serving.api.errors import as_api_error
+from eagle3_jax.serving.api.errors import CLIENT_LEFT, as_api_error
 from eagle3_jax.serving.api.fields import Eagle3Options
 from eagle3_jax.serving.api.generation import Generation
 from eagle3_jax.serving.api.service import Service
 from eagle3_jax.serving.api.stats import Stats, piece_stats
 from eagle3_jax.serving.requests import Request
-
-_CLIENT_LEFT = 499  # nginx's; nobody receives it, the log shows it
 
 
 @runtime_checkable
@@ -101,7 +99,7 @@ async def _unless_left(http: HttpRequest, generation: Generation, work) -> Respo
     working, leaving = asyncio.create_task(work), asyncio.create_task(_client_left(http))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=_CLIENT_LEFT)
+        return working.result() if working.done() else Response(status_code=CLIENT_LEFT)
     finally:
         working.cancel()
         leaving.cancel()

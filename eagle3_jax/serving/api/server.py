@@ -22,28 +22,27 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        reason = error.strerror or error
+        reason = (error.strerror or str(error)).partition(" (while ")[0]  # which repeats the address
         raise UserError(f"cannot listen on {host}:{port} / {reason} / choose another --host or --port") from error
 
 
-def run(app: Starlette, engine: Any, listener: socket.socket, drain_seconds: float) -> int:
-    """Serves until a signal comes or the engine dies; returns the exit code: 0, or 1 if it died.
+class Server(uvicorn.Server):
+    """uvicorn, which ends when a signal comes or the engine dies.
 
     The first SIGTERM or SIGINT ends it gracefully: no new requests, running ones have `drain_seconds` to finish. The
     second ends it at once.
     """
-    quiet = {"log_config": None, "access_log": False, "server_header": False}
-    config = uvicorn.Config(app, lifespan="off", ws="none", timeout_graceful_shutdown=5, **quiet)
-    server = _Server(config, engine, drain_seconds)
-    server.run([listener])
-    return 1 if server.engine_died else 0
 
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, engine: Any, drain_seconds: float):
-        super().__init__(config)
+    def __init__(self, app: Starlette, engine: Any, drain_seconds: float):
+        quiet = {"log_config": None, "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(app, lifespan="off", ws="none", timeout_graceful_shutdown=5, **quiet))
         self.engine, self.drain_seconds = engine, drain_seconds
         self.engine_died = self._signalled = False
+
+    def run_on(self, listener: socket.socket) -> int:
+        """Serves; returns the exit code: 0, or 1 if the engine died."""
+        self.run([listener])
+        return 1 if self.engine_died else 0
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self._signalled:
@@ -57,13 +56,19 @@ class _Server(uvicorn.Server):
 
     async def _watch(self) -> None:
         """Waits for what ends the server, and ends it."""
+        state = None
         while not self._signalled and self.engine.state not in ("dead", "stopped"):
+            if self.engine.state != state:
+                state = self.engine.state
+                _log.info(state)
             await asyncio.sleep(0.1)
-        if self.engine.state == "dead":
-            self.engine_died = True
-            _log.error("the engine died", extra={"facts": {"error": self.engine.error}})
-            await asyncio.sleep(_DEAD_SECONDS)
-        else:
-            _log.info("draining", extra={"facts": {"seconds": self.drain_seconds}})
-            await self.engine.drain(self.drain_seconds)
-        self.should_exit = True
+        try:
+            if self.engine.state != "dead":
+                _log.info("draining", extra={"facts": {"seconds": self.drain_seconds}})
+                await self.engine.drain(self.drain_seconds)
+            self.engine_died = self.engine.state == "dead"
+            if self.engine_died:
+                _log.error("the engine died", extra={"facts": {"error": self.engine.error}})
+                await asyncio.sleep(_DEAD_SECONDS)
+        finally:
+            self.should_exit = True

@@ -29,6 +29,7 @@ class Serving(Protocol):
 
     state: str
     error: str | None
+    strategies: Any
 
     def check(self, request: Request) -> None: ...
     def stream(self, request: Request) -> Any: ...
@@ -38,7 +39,7 @@ class Serving(Protocol):
 @dataclass
 class Service:
     """model: the name that requests may give. max_len: most tokens of a prompt and its answer. timeout: most seconds
-    that a request may take, waiting included."""
+    that a request may take, waiting included. most_requests: that the engine can hold, running and waiting."""
 
     engine: Serving
     tokenizer: Any
@@ -47,6 +48,7 @@ class Service:
     eos_token_ids: tuple[int, ...]
     max_len: int
     timeout: float | None = None
+    most_requests: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self):
@@ -66,6 +68,19 @@ class Service:
             message = f"the model {name} does not exist here: this server has {self.model}"
             raise ApiError(404, message, "model", "model_not_found")
 
+    def check_length(self, characters: int) -> None:
+        """Raises ApiError for a text that cannot fit, however long its tokens are, before it is tokenised."""
+        if characters > self.max_len * self._longest_token:
+            message = (
+                f"this model's maximum context length is {self.max_len} tokens, the prompt has {characters} characters"
+            )
+            raise ApiError(400, f"{message}: shorten it", code="context_length_exceeded")
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """In characters; four times that, since normalising may shorten a text."""
+        return 4 * max(map(len, self.tokenizer.get_vocab()))
+
     def check_ready(self) -> None:
         """Raises ApiError 503 unless requests are taken now."""
         if self.engine.state != "ready":
@@ -83,13 +98,16 @@ class Service:
     ) -> list[Request]:
         """For each prompt its n requests, with seeds seed, seed + 1, ... Raises ApiError or UserError if one of them
         could never be answered."""
+        count = len(prompts) * (body.n or 1)
+        if self.most_requests is not None and count > self.most_requests:
+            message = f"{len(prompts)} prompts with n = {body.n or 1} are {count} requests"
+            raise ApiError(400, f"{message}: this server holds {self.most_requests} at most", "n")
         new_grammar = await self._new_grammar(body)
         seed = secrets.randbits(31) if body.seed is None else body.seed
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
         requests = []
         for prompt in prompts:
-            room = self.max_len - len(prompt)
-            params = sampling_params(body, self.eos_token_ids, max(room, 1) if body.longest is None else body.longest)
+            params = sampling_params(body, self.eos_token_ids, self._answer_length(body, len(prompt)))
             check_params(params, self.vocab_size)
             for i in range(body.n or 1):
                 request = Request(
@@ -104,6 +122,15 @@ class Service:
                 self.engine.check(request)
                 requests.append(request)
         return requests
+
+    def _answer_length(self, body: ChatBody | CompletionBody, prompt: int) -> int:
+        """Most tokens of an answer: what the body asks for, else what fits. Raises ApiError if that does not fit."""
+        asked, room = body.longest, self.max_len - prompt
+        if room < (asked or 1):
+            wanted = f"{prompt} of the prompt" + (f" and {asked} of the answer" if asked else "")
+            message = f"this model's maximum context length is {self.max_len} tokens, the request needs {wanted}"
+            raise ApiError(400, f"{message}: shorten one of them", code="context_length_exceeded")
+        return asked or min(room, body.default_longest)
 
     async def _new_grammar(self, body: ChatBody | CompletionBody) -> Callable[[], Any] | None:
         schema = json_schema(body.response_format)

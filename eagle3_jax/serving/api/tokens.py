@@ -23,7 +23,7 @@ async def tokenize(http: HttpRequest) -> Response:
 
 def _tokens(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        return chat_prompt(service.tokenizer, body.messages, check_tools(body.tools or [], None))
+        return chat_prompt(service, body.messages, check_tools(body.tools or [], None))
     if body.add_special_tokens:
         return text_ids(service.tokenizer, body.prompt)
     return service.tokenizer(body.prompt, add_special_tokens=False, verbose=False)["input_ids"]
@@ -51,7 +51,9 @@ async def model(http: HttpRequest) -> Response:
 
 
 def _card(service: Service) -> dict:
+    """eagle3.strategies: what requests may name besides auto; the page offers them."""
     facts = {"created": service.created, "owned_by": "eagle3-jax", "max_model_len": service.max_len}
+    facts["eagle3"] = {"strategies": list(service.engine.strategies)}
     return {"id": service.model, "object": "model", **facts}
 
 

@@ -6,7 +6,7 @@ import { emptyRace, race } from "./race.js";
 import { element, say, showLive, showTrouble, starters } from "./view.js";
 
 const NOTES = {
-  auto: "The server picks what pays.",
+  auto: "The server chooses.",
   plain: "One token a step; nothing is guessed.",
   chain: "One line of guesses.",
   tree: "Several branches of guesses; the best line that holds is kept.",
@@ -174,6 +174,10 @@ element("key").addEventListener("change", (event) => {
   keepKey(event.target.value.trim());
   showTrouble(null);
   watch();
+});
+element("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  element("key").blur(); // which is a change, if there was one
 });
 element("clear").addEventListener("click", () => {
   clearChat();

@@ -3,7 +3,7 @@
 
 import { answer } from "./api.js";
 import { Run } from "./run.js";
-import { addPieces, addStep, element, facts, make, say, showLive } from "./view.js";
+import { addPieces, addStep, element, facts, make, showLive } from "./view.js";
 
 class Lane {
   constructor(id, title) {
@@ -71,9 +71,9 @@ function replay(lane, run, signal) {
     let next = 0;
     const ticking = setInterval(() => {
       const now = performance.now() - begun;
-      while (next < run.pieces.length && run.pieces[next].at <= now) lane.draw(run.pieces[next++]);
+      while (next < run.pieces.length && (run.pieces[next].at <= now || signal.aborted)) lane.draw(run.pieces[next++]);
       lane.clock.textContent = `${(now / 1000).toFixed(1)} s`;
-      if (next < run.pieces.length && !signal.aborted) return;
+      if (next < run.pieces.length) return;
       clearInterval(ticking);
       lane.finish(run);
       resolve();
@@ -115,7 +115,7 @@ export async function race(prompt, request, strategy, signal) {
     const text = verdict(plain, spec);
     element(plain.run.seconds > spec.run.seconds ? "lane-spec" : "lane-plain").classList.add("winner");
     element("verdict").textContent = text;
-    say(text);
+    element("verdict").scrollIntoView({ block: "nearest" });
   } catch (error) {
     if (error.name !== "AbortError") throw error;
     element("verdict").textContent = "Stopped.";
