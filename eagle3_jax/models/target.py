@@ -62,6 +62,11 @@ class Target:
     def dtype(self):
         return self.params["model"]["embed_tokens"]["weight"].dtype
 
+    @property
+    def final_norm(self) -> jax.Array:
+        """What the final norm multiplies by [H], float32: its weight, with Gemma's offset."""
+        return self.params["model"]["norm"]["weight"].astype(jnp.float32) + self.config.norm_offset
+
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         return target_fingerprint(self.config, self.params)
