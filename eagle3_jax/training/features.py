@@ -19,6 +19,8 @@ from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 from eagle3_jax.training.loss import Teacher
 
+_SLOTS = 512  # of which full-vocabulary logits exist at once
+
 
 class Features(NamedTuple):
     """taps: Taps of [B, T, H]; last: [B, T, H]; argmax: int32 [B, T], the target's choice.
@@ -48,12 +50,13 @@ def complete(graph: Graph, params: Params, taps: Taps, last: LastHidden) -> Feat
 def _choices(model: CausalLM, last: LastHidden) -> Int[Array, "B T"]:
     """The full-vocabulary argmax at each token."""
 
-    # Row by row: full-vocabulary logits of a whole batch would be the largest array of the step.
-    def row(array: jax.Array) -> jax.Array:
-        normed = LastHidden(array, last.normed).after_norm(model.model.norm)
+    # A few slots at a time: full-vocabulary logits of long rows would be the largest array of the step by far.
+    def choice(slot: jax.Array) -> jax.Array:
+        normed = LastHidden(slot, last.normed).after_norm(model.model.norm)
         return jnp.argmax(model.normed_logits(normed), axis=-1).astype(jnp.int32)
 
-    return jax.lax.map(row, last.array)
+    slots = last.array.reshape(-1, last.array.shape[-1])
+    return jax.lax.map(choice, slots, batch_size=_SLOTS).reshape(last.array.shape[:-1])
 
 
 def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "Vd"]) -> Teacher:

@@ -10,10 +10,13 @@ import httpx
 import pytest
 
 from eagle3_jax.serving import page as page_files
-from tests.serving.stub import ANSWER, KEY, MARKUP, Stub, serving
+from tests.serving.running import serving
+from tests.serving.stub import ANSWER, KEY, MARKUP, Stub
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make setup)")
 expect = playwright.expect
+PATIENCE = 30_000  # milliseconds: for slow machines; nothing waits that long where all is well
+expect.set_options(timeout=PATIENCE)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH (apt-get install chromium)")
 
@@ -46,7 +49,7 @@ def open_page(browser, address, stub):
         context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(5_000)
+        page.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: said.type in ("error", "warning", "debug") and complaints.append(said.text))
         page.on("request", lambda request: request.url.startswith(address) or complaints.append(request.url))
@@ -148,7 +151,7 @@ def test_stop_keeps_what_came_and_frees_the_server(open_page, stub):
     expect(page.locator(".message:not(.user) .text span").nth(9)).to_be_visible()
     page.keyboard.press("Escape")
     finished(page)
-    assert stub.left.wait(5)
+    assert stub.left.wait(PATIENCE / 1000)
     expect(page.locator(".facts")).to_contain_text("stopped")
     assert page.locator(".message:not(.user) .text").inner_text().startswith("word more word")
     ask(page, "endless")
