@@ -125,7 +125,7 @@ def load_target(path: str | Path, dtype: str = "bfloat16", family: Family | None
     if place.suffix == ".gguf":
         raw = gguf.gguf_config(place)
         family = family or family_of(raw, str(place))
-        tensors = gguf.gguf_tensors(place)
+        tensors = with_progress(gguf.gguf_tensors(place), None, place.name)
         (tokenizer, no_tokenizer), generation = _gguf_tokenizer(place), {}
     else:
         raw = read_json(place / "config.json")
