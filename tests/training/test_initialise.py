@@ -108,5 +108,6 @@ def test_drafts_of_other_families_have_plain_blocks(golden, name: str) -> None:
     offset = 1 if name == "gemma3" else 0  # Gemma stores what its norms multiply by minus one
     stored = np.asarray(target.params["model"]["norm"]["weight"])
     np.testing.assert_array_equal(draft.params["norm"]["weight"], stored + np.float32(offset))
-    with pytest.raises(UserError, match="last_block needs a target"):
-        initial_draft(DraftShape(taps=[1, 2], vocab_size=24, initialise="last_block"), target, D2T, 0, {})
+    if name != "phi3":  # whose blocks are Llama's once the fused projections are split
+        with pytest.raises(UserError, match="last_block needs a target"):
+            initial_draft(DraftShape(taps=[1, 2], vocab_size=24, initialise="last_block"), target, D2T, 0, {})
