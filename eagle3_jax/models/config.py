@@ -334,13 +334,15 @@ def check_types(config: dict[str, Any], where: str) -> None:
     counts = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
     wrong = [key for key in counts if type(config[key]) is not int or config[key] < 1]
-    wrong += [key for key in optional if config.get(key) and (type(config[key]) is not int or config[key] < 1)]
+    given = {key: config[key] for key in optional if config.get(key) is not None}
+    wrong += [key for key, value in given.items() if type(value) is not int or value < 1]
     switches = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
     wrong += [key for key in switches if not isinstance(config.get(key), bool | None)]
     wrong += ["layer_types"] if not isinstance(config.get("layer_types"), list | None) else []
     wrong += ["quantization_config"] if not isinstance(config.get("quantization_config"), dict | None) else []
     eps = config.get("rms_norm_eps", 1e-6)
-    wrong += ["rms_norm_eps"] if isinstance(eps, bool) or not isinstance(eps, int | float) else []
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
+        wrong.append("rms_norm_eps")
     if wrong:
         values = ", ".join(f"{key} {config.get(key)!r}" for key in wrong)
         raise UserError(f"{where} has values that mean nothing: {values} / correct them")

@@ -144,6 +144,15 @@ def load_target(path: str | Path, dtype: str = "bfloat16", family: Family | None
     return Target(str(place), config, graph, params, tokenizer, end_tokens, hub_id, no_tokenizer, family.architecture)
 
 
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a target alone, without its weights. UserError if it has none."""
+    place = resolve(path)
+    tokenizer, reason = _gguf_tokenizer(place) if place.suffix == ".gguf" else (_folder_tokenizer(place), None)
+    if tokenizer is None:
+        raise UserError(f"the target has no tokenizer / {place} / {reason or 'add its tokenizer files to the folder'}")
+    return tokenizer
+
+
 def resolve(path: str | Path, also: tuple[str, ...] = ()) -> Path:
     """A local path as it is; `demo` is the bundled SmolLM2; `org/name` through huggingface_hub. Else UserError.
 
