@@ -68,7 +68,7 @@ class Draft:
         lent = {
             "embed_tokens": model["embed_tokens"],
             "lm_head": {"weight": target.params.get("lm_head", model["embed_tokens"])["weight"][jnp.asarray(self.d2t)]},
-            "target_norm": {"weight": model["norm"]["weight"], "eps": jnp.float32(target.config.rms_norm_eps)},
+            "target_norm": {"weight": target.final_norm, "eps": jnp.float32(target.config.rms_norm_eps)},
         }
         parts = {part: jax.tree.map(lambda a: a.astype(self.dtype), lent[part]) for part in self.missing}
         return self.with_params({**self.params, **parts})

@@ -260,6 +260,13 @@ def counts(config: dict[str, Any], where: str, *keys: str) -> None:
         raise UserError(f"{where} has {', '.join(wrong)} / they must be positive integers")
 
 
+def positive_numbers(config: dict[str, Any], where: str, *keys: str) -> None:
+    """UserError unless each of these keys holds a positive number or null."""
+    wrong = [f"{k} {v!r}" for k in keys if (v := config.get(k)) is not None and (type(v) not in (int, float) or v <= 0)]
+    if wrong:
+        raise UserError(f"{where} has {', '.join(wrong)} / they must be positive numbers")
+
+
 def _windows(config: dict[str, Any], where: str) -> tuple[int | None, ...]:
     """The windows of a draft's layers, as transformers reads sliding_window, use_sliding_window and layer_types."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
@@ -282,6 +289,20 @@ def kinds_from_layer(config: dict[str, Any], first: int) -> list[str]:
 def kinds_by_period(config: dict[str, Any], period: int) -> list[str]:
     """Layer types of Gemma and gpt-oss: every `period`-th layer has full attention, the others a window."""
     return [SLIDING if (layer + 1) % period else FULL for layer in range(config["num_hidden_layers"])]
+
+
+def one_window(config: dict[str, Any], where: str, window: Any) -> tuple[int | None, ...]:
+    """DecoderConfig.windows of families in which all layers have the same window or none (None).
+
+    Raises UserError for layer_types that say otherwise: transformers ignores them here, some servers do not.
+    """
+    kinds = [FULL if window is None else SLIDING] * config["num_hidden_layers"]
+    if config.get("layer_types") not in (None, [], kinds):
+        raise UserError(
+            f"{where} has sliding_window {window} and layer_types that differ from it, which transformers ignores in "
+            f"this family / remove layer_types, or make all of them {kinds[0]}"
+        )
+    return windows_of(config, where, kinds, window)
 
 
 def windows_of(config: dict[str, Any], where: str, kinds: list[str], window: Any) -> tuple[int | None, ...]:

@@ -114,8 +114,8 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
     yield from TensorFiles(files).items()
 
 
-def with_progress(tensors: Iterable[tuple], total: int, title: str) -> Iterable[tuple]:
-    """The same tensors; on a terminal, with a bar on stderr that shows how many of `total` have been read."""
+def with_progress(tensors: Iterable[tuple], total: int | None, title: str) -> Iterable[tuple]:
+    """The same tensors; on a terminal, with a bar on stderr: how many of `total` (None: unknown) have been read."""
     if not sys.stderr.isatty():
         return tensors
     from rich.console import Console

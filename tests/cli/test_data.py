@@ -94,7 +94,7 @@ def test_self_prompts_are_written_once_and_answered(eagle3, target, tmp_path):
 
 
 def test_an_interrupt_leaves_a_file_that_can_be_continued(eagle3, command, tmp_path, monkeypatch):
-    append, written = answers._append, []
+    append, written = answers.append_row, []
 
     def interrupted(out, row):
         if len(written) == 5:
@@ -102,7 +102,7 @@ def test_an_interrupt_leaves_a_file_that_can_be_continued(eagle3, command, tmp_p
         written.append(row)
         append(out, row)
 
-    monkeypatch.setattr(answers, "_append", interrupted)
+    monkeypatch.setattr(answers, "append_row", interrupted)
     result = eagle3(*command)
     assert result.code == 130 and result.out == ""
     assert result.err.count("\n") == 1 and "run the same command again" in result.err

@@ -19,7 +19,7 @@ from eagle3_jax.doctor.search import diagnose
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.draft.ttt import ttt_forward
 from eagle3_jax.training.initialise import initial_draft
-from eagle3_jax.training.loss import ttt_loss
+from eagle3_jax.training.loss import Teacher, ttt_loss
 from tests.tiny import target_config, target_tensors, write_target
 
 LAYERS = 7
@@ -78,7 +78,7 @@ def _fit(graph, params, features: e3.Taps, teacher, ids, mask):
 
     def loss(params):
         logits, _ = ttt_forward(graph.merge(params), features, ids, positions, documents, 2)
-        return ttt_loss(logits, teacher, mask, documents)[0]
+        return ttt_loss(logits, Teacher(teacher), mask, documents)[0]
 
     def step(state, _):
         params, moments = state

@@ -100,7 +100,7 @@ def online(world, tmp_path_factory):
 def outcome(run: trainer.Run):
     batch = make_batch(run.train, [0, 1], 2)
     trainable = {key: value for key, value in run.draft.params.items() if key != "embed_tokens"}
-    features = trainer._features(run, run.stored, run.cache, [0, 1], batch)
+    features = trainer.features_of(run, run.stored, run.cache, [0, 1], batch)
     return evaluate_batch(run.setup, run.frozen, trainable, batch, features)
 
 

@@ -81,7 +81,7 @@ function busy(yes) {
   element("send").hidden = yes;
   element("stop").hidden = !yes;
   for (const id of ["tab-chat", "tab-race", "clear"]) element(id).disabled = yes;
-  element("starters").hidden = yes || element("log").childElementCount > 0;
+  element("empty").hidden = yes || element("log").childElementCount > 0;
   element("race-starters").hidden = yes;
 }
 
