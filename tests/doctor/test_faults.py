@@ -191,8 +191,8 @@ def test_what_is_no_fault_of_wiring_is_refused_as_by_the_loader(world, drafts, t
 
 
 @pytest.mark.parametrize("block", ["x", [1], {"target": 5}])
-def test_a_block_of_another_type_is_refused_as_by_the_loader(world, drafts, tmp_path, block):
-    e3.save_draft(drafts["good"], tmp_path / "draft")
+def test_a_block_of_another_type_is_refused_as_by_the_loader(world, tmp_path, block):
+    e3.save_draft(world.untrained(), tmp_path / "draft")
     edit(tmp_path / "draft", lambda raw: raw.update(eagle3_jax=block))
     with pytest.raises(e3.UserError, match="of a wrong type / .*eagle3_jax"):
         open_draft(tmp_path / "draft", world.target)
