@@ -160,7 +160,7 @@ def bigram_draft(target: Target, noise: float = 0.0, d2t=None, max_positions: in
     """
     size, vocab = target.config.hidden_size, target.config.vocab_size
     d2t = np.arange(vocab) if d2t is None else np.asarray(d2t)
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": size}
     raw = target_config(
         vocab_size=vocab,
         hidden_size=size,

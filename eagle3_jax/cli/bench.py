@@ -90,10 +90,11 @@ def bench_command(
             shares = ", ".join(f"{share:.0%} {used}" for used, share in tallies["auto"].shares().items())
             note(f"auto, batch {size}: rounds were {shares}")
     for r in rows:
+        pays_from = r["tau"] / r["speedup_vs_plain"]
         print(
-            f"{r['strategy']:>10}  batch {r['batch']:>2}  {r['tok_s']:8.1f} tok/s  {r['ms_per_token']:7.2f} ms/token  "
-            f"tau {r['tau']:.3f}  {r['speedup_vs_plain']:.2f}x  same tokens {r['identical_to_plain']:.0%}  "
-            f"{r['acceptance_by_depth']}"
+            f"{r['strategy']:>11}  batch {r['batch']:>2}  {r['tok_s']:8.1f} tok/s  {r['ms_per_token']:7.2f} ms/token  "
+            f"tau {r['tau']:.3f} (pays from {pays_from:.2f})  {r['speedup_vs_plain']:.2f}x  "
+            f"same tokens {r['identical_to_plain']:.0%}  {r['acceptance_by_depth']}"
         )
     versions = {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax")}
     machine = describe_machine()

@@ -1,5 +1,6 @@
 """`eagle3 serve`: an OpenAI server over a target and, with a draft, speculation. Serving goes on until a signal."""
 
+import ipaddress
 import os
 import re
 from pathlib import Path
@@ -69,37 +70,31 @@ def serve_command(
     _check_strategies((strategy, *listed), draft is not None)
     from eagle3_jax.serving.api.server import Server, listen
 
-    listener = listen(host, port)  # before loading: a port that is in use is said at once
-    loaded, bound = open_pair(target, draft, dtype)
-    warn_of_pair(loaded, bound)
-    from eagle3_jax.serving.api.app import create_app
-    from eagle3_jax.serving.api.service import Service
-    from eagle3_jax.serving.engine import Engine
-    from eagle3_jax.serving.logs import log_json
-    from eagle3_jax.serving.requests import Settings
+    with listen(host, port) as listener:  # before loading: a port that is in use is said at once
+        loaded, bound = open_pair(target, draft, dtype)
+        warn_of_pair(loaded, bound)
+        from eagle3_jax.serving.api.app import create_app
+        from eagle3_jax.serving.api.service import Service
+        from eagle3_jax.serving.engine import Engine
+        from eagle3_jax.serving.logs import log_json
+        from eagle3_jax.serving.requests import Settings
 
-    count, length = _sizes(loaded, bound, slots, max_len, budget)
-    settings = Settings(count, length, strategy, listed, queue, chunk)
-    engine = Engine(loaded, bound, settings)
-    name = model_name or served_name(target, loaded)
-    service = Service(
-        engine,
-        loaded.require_tokenizer(),
-        name,
-        loaded.config.vocab_size,
-        loaded.eos_token_ids,
-        settings.max_len,
-        timeout,
-        most_requests=count + queue,
-    )
-    for line in _facts(loaded, bound, settings, engine):
-        note(line)
-    log_json()
-    app = create_app(service, api_key, int(max_body_mb * 2**20), cors_origin or ())
-    engine.start()
-    address = f"[{host}]" if ":" in host else host
-    note(f"listening on http://{address}:{listener.getsockname()[1]} (model {name}); ready when /health says so")
-    raise typer.Exit(Server(app, engine, drain_seconds).run_on(listener))
+        count, length = _sizes(loaded, bound, slots, max_len, budget)
+        engine = Engine(loaded, bound, Settings(count, length, strategy, listed, queue, chunk))
+        model = {"vocab_size": loaded.config.vocab_size, "eos_token_ids": loaded.eos_token_ids, "max_len": length}
+        limits = {"timeout": timeout, "most_requests": count + queue}
+        name = model_name or served_name(target, loaded)
+        service = Service(engine, loaded.require_tokenizer(), name, **model, **limits)
+        if api_key is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+            note(f"warning: anyone who reaches {host} can use this server / give --api-key")
+        for line in _facts(loaded, bound, engine):
+            note(line)
+        log_json()
+        app = create_app(service, api_key, int(max_body_mb * 2**20), cors_origin or ())
+        engine.start()
+        address = f"[{host}]" if ":" in host else host
+        note(f"listening on http://{address}:{listener.getsockname()[1]} (model {name}); ready when /health says so")
+        raise typer.Exit(Server(app, engine, drain_seconds).run_on(listener))
 
 
 def parse_memory(text: str) -> int:
@@ -140,7 +135,7 @@ def _check_strategies(names: tuple[str, ...], has_draft: bool) -> None:
             raise UserError(f"strategy {name} needs a draft / give --draft, or use plain")
 
 
-def _facts(target: "Target", draft: "Draft | None", settings: Any, engine: Any) -> list[str]:
+def _facts(target: "Target", draft: "Draft | None", engine: Any) -> list[str]:
     """What is printed at start: wiring, memory, and the model's own suggestions that are not followed."""
     lines = [f"target {target.path}"]
     if draft is None:
@@ -148,6 +143,7 @@ def _facts(target: "Target", draft: "Draft | None", settings: Any, engine: Any) 
     else:
         lines.append(f"draft taps {draft.taps.words(target.num_layers)}; strategies {', '.join(engine.strategies)}")
     size = engine.stats().kv_bytes / 2**20
+    settings = engine.settings
     lines.append(f"{settings.slots} slots of {settings.max_len} tokens: {size:.0f} MiB of keys and values")
     if suggested := _suggestions(target.path):
         lines.append(

@@ -147,8 +147,9 @@ def cached_where(
 
     anchor: the position from which a layer's window looks back, of each sequence or of each token; needed where layers
     have one. places: the position of each entry, None = its number.
-    rows: the row of the cache that each sequence has, None = its own number. A row that the cache lacks is read as its
-    last one and never written: sequences that only fill a batch.
+    rows: the row of the cache that each sequence has, None = its own number. A sequence whose row the cache lacks only
+    fills a batch: nothing of it is written. Where there are as many sequences as rows, each must have its own number or
+    none. No sequence sees entries from start + T on.
     """
 
     def attend(q, k, v, cache: KV, window=None, **how):
@@ -157,8 +158,10 @@ def cached_where(
             at = jnp.arange(cache.k.shape[2]) if places is None else places[:, None]
             seen = mask & in_window(anchor.reshape(*anchor.shape[:1], -1, 1), at, window)
         cache = KV(_write(cache.k, k, start, rows), _write(cache.v, finite(v), start, rows))
-        read = cache if rows is None else take_rows(cache, rows)
-        return _grouped(q, *read, seen, **how), cache
+        if rows is None:
+            return _grouped(q, *cache, seen, **how), cache
+        end = jnp.max(jnp.where(rows < cache.k.shape[0], start + q.shape[1], 0))
+        return _over_rows(q, cache, seen, rows, end, how), cache
 
     return attend
 
@@ -177,6 +180,39 @@ def take_rows(tree: Any, rows: Int[Array, "B"]) -> Any:
 def put_rows(tree: Any, rows: Int[Array, "B"], new: Any) -> Any:
     """Every array with the given rows replaced; a row that the arrays lack is left out."""
     return jax.tree.map(lambda x, n: x.at[rows].set(n, mode="drop"), tree, new)
+
+
+def _over_rows(
+    q: Float[Array, "B T N D"],
+    cache: KV,
+    mask: Bool[Array, "B T S"],
+    rows: Int[Array, "B"],
+    end: Int[Array, ""],
+    how: dict[str, Any],
+) -> Float[Array, "B T N Dv"]:
+    """Attention over some rows of a cache, of which entries from `end` on are not seen.
+
+    On CPU the time goes with the entries that are read and the copy of the rows, so that the part read is chosen when
+    running, among halves of the cache; elsewhere a choice costs more than it spares.
+    """
+    count, entries = cache.k.shape[0], cache.k.shape[2]
+    widths = [entries]
+    while widths[0] >= 256:
+        widths.insert(0, -(-widths[0] // 2))
+
+    def over(width: int):
+        def attend(q, cache, mask, rows):
+            here = jax.tree.map(lambda x: x[:, :, :width], cache)
+            here = here if len(rows) == count else take_rows(here, rows)
+            return _grouped(q, *here, mask[:, :, :width], **how)
+
+        return attend
+
+    def shortest(q, cache, mask, rows):
+        which = (end > jnp.asarray(widths[:-1], jnp.int32)).sum()
+        return jax.lax.switch(which, [over(width) for width in widths], q, cache, mask, rows)
+
+    return jax.lax.platform_dependent(q, cache, mask, rows, cpu=shortest, default=over(entries))
 
 
 def _write(cache: Float[Array, "R K S D"], new: Float[Array, "B T K D"], start: Int[Array, "B"], rows):

@@ -62,6 +62,11 @@ class Target:
     def dtype(self):
         return self.params["model"]["embed_tokens"]["weight"].dtype
 
+    @property
+    def final_norm(self) -> jax.Array:
+        """What the final norm multiplies by [H], float32: its weight, with Gemma's offset."""
+        return self.params["model"]["norm"]["weight"].astype(jnp.float32) + self.config.norm_offset
+
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         return target_fingerprint(self.config, self.params)
@@ -120,7 +125,7 @@ def load_target(path: str | Path, dtype: str = "bfloat16", family: Family | None
     if place.suffix == ".gguf":
         raw = gguf.gguf_config(place)
         family = family or family_of(raw, str(place))
-        tensors = gguf.gguf_tensors(place)
+        tensors = with_progress(gguf.gguf_tensors(place), None, place.name)
         (tokenizer, no_tokenizer), generation = _gguf_tokenizer(place), {}
     else:
         raw = read_json(place / "config.json")

@@ -1,14 +1,15 @@
-"""The cache manager: which slot a request gets, what of its prompt the slot holds already, and what all of it costs.
+"""The cache manager: which slot a request gets, what of its prompt need not be read, and what all of it costs.
 
 A slot is one row of every key/value cache, of target and draft. A freed slot keeps its entries, and a prompt that
-begins with the same tokens is read from where they part. Entry i of the target depends on tokens 0..i, entry i of the
-draft on token i + 1 as well (it pairs the features of token i with the embedding of the next), so the draft can keep
-one entry less than the target; and to go on, it needs the features of the last token kept, which only reading that
-token gives. Hence p equal tokens spare p - 1.
+begins with the same tokens as any slot's text, free or busy, is read from where they part. Entry i of the target
+depends on tokens 0..i, entry i of the draft on token i + 1 as well (it pairs the features of token i with the embedding
+of the next), so the draft can keep one entry less than the target; and to go on, it needs the features of the last
+token kept, which only reading that token gives. Hence p equal tokens spare p - 1.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,45 +21,80 @@ from eagle3_jax.models.target import Target
 
 @dataclass(eq=False)
 class Slot:
-    """row: in the caches. tokens: those in the target's cache; draft_read: right entries of the draft's cache."""
+    """row: in the caches. text: prompt and answer. read, draft_read: how many tokens of it have right entries in the
+    target's cache and in the draft's. freed: when it was given back, as a count."""
 
     row: int
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    text: list[int] = field(default_factory=list)
+    read: int = 0
     draft_read: int = 0
-    freed: int = 0  # when it was given back, as a count
+    busy: bool = False
+    freed: int = 0
 
-    def shared(self, prompt: np.ndarray, drafts: bool) -> int:
-        """How many first tokens of `prompt` need not be read again. At least one always is, for its logits."""
-        size = min(len(self.tokens), len(prompt))
-        apart = np.flatnonzero(self.tokens[:size] != prompt[:size])
-        equal = int(apart[0]) if len(apart) else size
-        usable = min(equal - 1, self.draft_read) if drafts else equal
-        return max(0, min(usable, len(prompt) - 1))
+    def commit(self, tokens: Sequence[int], draft_lag: int) -> None:
+        """Adds new tokens, of which the target has read all but the newest, the draft `draft_lag` less."""
+        self.text += tokens
+        self.read = len(self.text) - 1
+        self.draft_read = self.read - draft_lag
+
+    def forget(self) -> None:
+        """The entries are not to be used again."""
+        self.read = self.draft_read = 0
+
+
+class Place(NamedTuple):
+    """Where a prompt goes: a slot that has `slot.read` of its tokens once row `copy_from`, if any, is copied to it."""
+
+    slot: Slot
+    copy_from: int | None
 
 
 class SlotCache:
-    """The free slots. drafts: whether there is a draft, whose cache must hold a prefix as well."""
+    """All slots. drafts: whether there is a draft, whose cache must hold a prefix as well."""
 
     def __init__(self, slots: int, drafts: bool, reuse: bool):
-        self._free = [Slot(row) for row in range(slots)]
+        self._slots = [Slot(row) for row in range(slots)]
         self._drafts, self._reuse, self._given_back = drafts, reuse, 0
 
     @property
-    def free(self) -> int:
-        return len(self._free)
+    def free(self) -> list[Slot]:
+        """Slots without a request, the one freed first in front."""
+        return sorted((slot for slot in self._slots if not slot.busy), key=lambda slot: slot.freed)
 
-    def take(self, prompt: Sequence[int]) -> tuple[Slot, int]:
-        """The free slot with the longest common prefix, among equals the one freed first; and the prefix's length."""
-        wanted = np.asarray(prompt, np.int32)
-        shared = [slot.shared(wanted, self._drafts) if self._reuse else 0 for slot in self._free]
-        best = max(range(len(shared)), key=lambda i: (shared[i], -self._free[i].freed))
-        return self._free.pop(best), shared[best]
+    @property
+    def tokens(self) -> int:
+        """Entries in use."""
+        return sum(slot.read for slot in self._slots if slot.busy)
 
-    def give_back(self, slot: Slot, tokens: Sequence[int], draft_read: int) -> None:
-        """Frees a slot whose caches hold these tokens, and the draft's the first `draft_read` of them."""
+    def take(self, prompt: Sequence[int]) -> Place:
+        """A free slot for a prompt, with as much of it as some slot holds.
+
+        That slot itself if it is free and holds little else; otherwise the one freed first, and the prefix is copied.
+        """
+        chosen, source, shared = self.free[0], None, 0
+        if self._reuse:
+            wanted = np.asarray(prompt, np.int32)
+            counts = [self._shared(slot, wanted) for slot in self._slots]
+            shared = max(counts)
+            best = self._slots[counts.index(shared)]
+            if shared and not best.busy and 2 * shared >= best.read:
+                chosen = best
+            elif shared and best is not chosen:
+                source = best.row
+        chosen.text, chosen.read, chosen.draft_read, chosen.busy = list(prompt), shared, shared, True
+        return Place(chosen, source)
+
+    def _shared(self, slot: Slot, prompt: np.ndarray) -> int:
+        """How many first tokens of `prompt` need not be read again. At least one always is, for its logits."""
+        size = min(slot.read, len(prompt))
+        apart = np.flatnonzero(np.asarray(slot.text[:size], np.int32) != prompt[:size])
+        equal = int(apart[0]) if len(apart) else size
+        usable = min(equal - 1, slot.draft_read) if self._drafts else equal
+        return max(0, min(usable, len(prompt) - 1))
+
+    def give_back(self, slot: Slot) -> None:
         self._given_back += 1
-        slot.tokens, slot.draft_read, slot.freed = np.asarray(tokens, np.int32), draft_read, self._given_back
-        self._free.append(slot)
+        slot.busy, slot.freed = False, self._given_back
 
 
 def bytes_per_token(target: Target, draft: Draft | None) -> tuple[int, int]:
@@ -68,7 +104,8 @@ def bytes_per_token(target: Target, draft: Draft | None) -> tuple[int, int]:
 
 
 def _bytes(decoder: DecoderConfig, dtype) -> int:
-    return 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * np.dtype(dtype).itemsize
+    key_and_value = decoder.head_dim + (decoder.value_dim or decoder.head_dim)
+    return decoder.num_layers * decoder.num_kv_heads * key_and_value * np.dtype(dtype).itemsize
 
 
 def slots_for(memory: int, max_len: int, target: Target, draft: Draft | None) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
-from eagle3_jax.serving.cache import SlotCache, bytes_per_token
+from eagle3_jax.serving.cache import Place, SlotCache, bytes_per_token
 from eagle3_jax.serving.requests import (
     Delta,
     EngineStats,
@@ -31,11 +31,15 @@ from eagle3_jax.serving.requests import (
 )
 from eagle3_jax.serving.runner import Outcome, Runner
 from eagle3_jax.serving.scheduler import Chunk, Round, Scheduler, Sequence
+from eagle3_jax.speculate.controller import Controller, trained_acceptance
 from eagle3_jax.speculate.request import check_params, check_prompt, cut, spread
 from eagle3_jax.speculate.scores import MOST_LIKELIEST
-from eagle3_jax.speculate.strategy import parse_strategy
+from eagle3_jax.speculate.strategy import Strategy, parse_strategy
 
 _log = logging.getLogger("eagle3_jax.serving")
+_AUTO = "auto"
+_MENU = ("chain:1", "chain:2", "chain:3")  # what "auto" chooses from besides plain where nothing is named
+_MOST_STRATEGIES = 16  # compiled at start and named by requests later: programs stay in memory
 
 
 @dataclass
@@ -68,12 +72,12 @@ class Engine:
         self.settings = settings
         self.state, self.error = "warming", None
         self._target, self._draft = target, draft
-        self._default = "chain:3" if settings.strategy == "auto" else settings.strategy
-        names = ("plain", self._default, *settings.strategies) if draft is not None else ("plain",)
-        self.strategies = {name: parse_strategy(name) for name in names}
+        self.strategies = _compiled(draft, settings)
         self._runner = Runner(target, draft, settings.slots, settings.max_len, settings.chunk, self.strategies)
         cache = SlotCache(settings.slots, draft is not None, settings.prefix_reuse)
-        self._scheduler = Scheduler(cache, settings.chunk)
+        self._scheduler, self._cache = Scheduler(cache, settings.chunk), cache
+        depth = max(strategy.depth for strategy in self.strategies.values())
+        self._controller = Controller(depth, trained_acceptance(draft)) if depth else None
         self._counts = _Counts()
         self._changed = threading.Condition()  # guards the next four
         self._inbox: list[Sequence] = []
@@ -125,7 +129,7 @@ class Engine:
         if sequence is not None:
             self._cancel(sequence)
 
-    async def drain(self, seconds: float) -> None:
+    async def drain(self, seconds: float | int) -> None:
         """Takes no more requests, lets the running ones finish, cancels them after `seconds`; then the thread ends."""
         with self._changed:
             self._accepting = False
@@ -156,17 +160,29 @@ class Engine:
     def _strategy_of(self, request: Request) -> str:
         if self._draft is None or request.grammar is not None:
             return "plain"  # a grammar says what may come after a token only when that token is committed
-        name = self._default if request.strategy in (None, "auto") else request.strategy
-        if name not in self.strategies:
-            parse_strategy(name)
-            raise UserError(f"strategy {name} is not compiled / this server has {', '.join(self.strategies)}")
-        return name
+        name = self.settings.strategy if request.strategy is None else request.strategy
+        if name == _AUTO:
+            return name
+        strategy = parse_strategy(name)
+        if strategy.text not in self.strategies:
+            self._check_new(strategy)
+        return strategy.text
+
+    def _check_new(self, strategy: Strategy) -> None:
+        """A strategy that nothing was compiled for is compiled by its first rounds, if it fits into the slots."""
+        has = f"this server has auto, {', '.join(self.strategies)}"
+        _check_width(strategy, self._draft)
+        if not self._runner.has_room(strategy):
+            raise UserError(f"strategy {strategy.text} reads more tokens a round than fit into a slot here / {has}")
+        if len(self.strategies) >= _MOST_STRATEGIES:
+            raise UserError(f"strategy {strategy.text} is not compiled, and no more will be / {has}")
 
     def _submit(self, request: Request, deliver: Callable[[Delta], None]) -> Sequence:
         params, settings = spread(request.params, 1)[0], self.settings
         request = replace(request, params=params)  # with a seed of its own if it had none
         room = min(params.max_new_tokens, settings.max_len - len(request.prompt))
-        sequence = Sequence(request, self._strategy_of(request), params.stops(self._target), room, deliver)
+        strategy = self._strategy_of(request)
+        sequence = Sequence(request, strategy, params.stops(self._target), room, deliver)
         with self._changed:
             if not self._accepting:
                 raise EngineStopped(self.error or "the server is shutting down / ask another one")
@@ -174,6 +190,8 @@ class Engine:
                 raise QueueFull(max(1.0, self._counts.seconds * (1 + settings.queue / settings.slots) / 2))
             if request.request_id in self._live:
                 raise UserError(f"request id {request.request_id!r} is in use / give each request its own")
+            if strategy != _AUTO:
+                self.strategies.setdefault(strategy, parse_strategy(strategy))
             self._live[request.request_id] = sequence
             self._inbox.append(sequence)
             self._changed.notify_all()
@@ -184,7 +202,7 @@ class Engine:
             sequence.cancelled = True
             self._changed.notify_all()
 
-    def _finish_all(self, seconds: float) -> None:
+    def _finish_all(self, seconds: float | int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._live, timeout=seconds)
             for sequence in self._live.values():
@@ -232,33 +250,32 @@ class Engine:
                 self._end(sequence, "cancelled")
             elif sequence.request.deadline is not None and now >= sequence.request.deadline:
                 self._end(sequence, "deadline")
-        for sequence in self._scheduler.admit():
-            self._begin(sequence, now)
+        for sequence, place in self._scheduler.admit():
+            self._begin(sequence, place, now)
         match self._scheduler.next():
             case Chunk() as chunk:
                 self._read(chunk)
             case Round() as round_:
                 self._round(round_)
-        running = [*self._scheduler.reading, *self._scheduler.decoding]
-        self._counts.running = len(running)
-        self._counts.kv_tokens = sum(sequence.read + len(sequence.tokens) for sequence in running)
+        self._counts.running, self._counts.kv_tokens = self._scheduler.running, self._cache.tokens
 
-    def _begin(self, sequence: Sequence, now: float) -> None:
-        request, slot = sequence.request, sequence.slot.row
+    def _begin(self, sequence: Sequence, place: Place, now: float) -> None:
+        request, row = sequence.request, place.slot.row
         sequence.began = now
-        unusual = self._runner.set_sampling(slot, request.prompt, request.params)
+        if place.copy_from is not None:
+            self._runner.copy(place.copy_from, row)
+        unusual = self._runner.set_sampling(row, request.prompt, request.params)
         sequence.everything = unusual or request.logprobs is not None or request.grammar is not None
         self._counts.prompt_tokens += len(request.prompt)
-        self._counts.prefix_hits += sequence.read
+        self._counts.prefix_hits += place.slot.read
 
     def _read(self, chunk: Chunk) -> None:
-        sequence, prompt = chunk.sequence, chunk.sequence.request.prompt
-        last = self._runner.read(sequence.slot.row, prompt, chunk.start, chunk.stop)
-        sequence.read = chunk.stop
-        # The draft's entry of the newest token is right only once the token after it is known.
-        sequence.draft_read = min(chunk.stop, len(prompt) - 1)
-        if sequence.read == len(prompt) and self._masked(sequence):
-            outcome = self._runner.first(sequence.slot.row, last, len(prompt), sequence.request.logprobs is not None)
+        sequence, slot, prompt = chunk.sequence, chunk.sequence.slot, chunk.sequence.request.prompt
+        last = self._runner.read(slot.row, prompt, chunk.start, chunk.stop)
+        slot.read = chunk.stop
+        slot.draft_read = min(chunk.stop, len(prompt) - 1)  # the newest entry waits for the token after it
+        if slot.read == len(prompt) and self._masked(sequence):
+            outcome = self._runner.first(slot.row, last, len(prompt), sequence.request.logprobs is not None)
             self._scheduler.prompt_read(sequence)
             self._commit(sequence, outcome, 0, "plain", accepted=None)
 
@@ -266,18 +283,29 @@ class Engine:
         sequences = [sequence for sequence in round_.sequences if self._masked(sequence)]
         if not sequences:
             return
+        strategy = self._chosen(round_.strategy, len(sequences))
         scored = [sequence.request.logprobs is not None for sequence in sequences]
         everything = any(sequence.everything for sequence in sequences)
-        outcome = self._runner.round(round_.strategy, [s.slot.row for s in sequences], scored, everything)
-        depth, counts = self.strategies[round_.strategy].depth, self._counts
-        counts.accepted_at += [0] * (depth - len(counts.accepted_at))
+        outcome = self._runner.round(strategy.text, [s.slot.row for s in sequences], scored, everything)
+        accepted = outcome.accepted[: len(sequences)].tolist()
+        if round_.strategy == _AUTO:
+            self._controller.observe(strategy, accepted)
+        self._count(strategy, accepted)
         for i, sequence in enumerate(sequences):
-            accepted = int(outcome.accepted[i])
-            counts.rounds += 1
-            counts.drafted += self.strategies[round_.strategy].nodes - 1
-            for position in range(accepted):
-                counts.accepted_at[position] += 1
-            self._commit(sequence, outcome, i, round_.strategy, accepted)
+            self._commit(sequence, outcome, i, strategy.text, accepted[i])
+
+    def _chosen(self, name: str, count: int) -> Strategy:
+        if name != _AUTO:
+            return self.strategies[name]
+        return self._controller.next(self._runner.costs[self._runner.bucket(count)])
+
+    def _count(self, strategy: Strategy, accepted: list[int]) -> None:
+        counts = self._counts
+        counts.rounds += len(accepted)
+        counts.drafted += len(accepted) * (strategy.nodes - 1)
+        counts.accepted_at += [0] * (strategy.depth - len(counts.accepted_at))
+        for position in range(strategy.depth):
+            counts.accepted_at[position] += sum(count > position for count in accepted)
 
     def _commit(self, sequence: Sequence, outcome: Outcome, i: int, strategy: str, accepted: int | None) -> None:
         """Takes row i of an outcome into a request's answer and tells the caller."""
@@ -294,16 +322,14 @@ class Engine:
             self._end(sequence, "error", f"the grammar failed: {error}")
             return
         sequence.tokens += kept
-        # The target has read all but the newest token.
-        read = len(sequence.request.prompt) + len(sequence.tokens) - 1
-        sequence.draft_read = read - self._runner.draft_lag(sequence.slot.row)
+        sequence.slot.commit(kept, self._runner.draft_lag(sequence.slot.row))
         self._counts.generated += shown
         logprobs = None
         if sequence.request.logprobs is not None:
             logprobs = tuple(_logprobs(outcome, i, j, sequence.request.logprobs) for j in range(shown))
-        _tell(sequence, Delta(tuple(kept[:shown]), depths, accepted, strategy, logprobs, reason))
         if reason is not None:
             self._remove(sequence, reason)
+        _tell(sequence, Delta(tuple(kept[:shown]), depths, accepted, strategy, logprobs, reason))
 
     def _masked(self, sequence: Sequence) -> bool:
         """Puts the grammar's mask, if any, on the next token; False if that failed, which ends the request."""
@@ -335,17 +361,39 @@ class Engine:
 
     def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """Ends a request between two rounds."""
-        _tell(sequence, Delta((), (), None, sequence.strategy, None, reason, error))
         self._remove(sequence, reason)
+        _tell(sequence, Delta((), (), None, sequence.strategy, None, reason, error))
 
     def _remove(self, sequence: Sequence, reason: str) -> None:
-        self._scheduler.remove(sequence, reusable=reason != "error")
+        if reason == "error" and sequence.slot is not None:
+            sequence.slot.forget()
+        self._scheduler.remove(sequence)
         self._counts.finished[reason] += 1
         if sequence.began:
             self._counts.seconds += 0.1 * (time.monotonic() - sequence.began - self._counts.seconds)
         with self._changed:
             del self._live[sequence.request.request_id]
             self._changed.notify_all()
+
+
+def _compiled(draft: Draft | None, settings: Settings) -> dict[str, Strategy]:
+    """The strategies that an engine serves, by their text; "auto" chooses among them."""
+    names = settings.strategies if settings.strategy == _AUTO else (settings.strategy, *settings.strategies)
+    if draft is None:
+        names = ()
+    elif settings.strategy == _AUTO and not names:
+        names = _MENU
+    shapes = [parse_strategy(name) for name in ("plain", *names) if name != _AUTO]
+    for shape in shapes:
+        _check_width(shape, draft)
+    return {shape.text: shape for shape in shapes}
+
+
+def _check_width(strategy: Strategy, draft: Draft | None) -> None:
+    if draft is not None and strategy.top_k > draft.config.draft_vocab_size:
+        raise UserError(
+            f"strategy {strategy.text} / the draft's vocabulary has {draft.config.draft_vocab_size} tokens / lower K"
+        )
 
 
 def _logprobs(outcome: Outcome, i: int, j: int, count: int) -> TokenLogprobs:

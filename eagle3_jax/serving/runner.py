@@ -1,6 +1,7 @@
 """The runner: compiled programs over the caches of all slots, and nothing that decides.
 
     set_sampling   a slot gets a request's settings
+    copy           a slot's entries go to another slot
     read           a chunk of a prompt goes into the caches of target and draft
     first          the first new token of a prompt that is read to the end
     round          one round of a strategy for some slots (`speculate.round`), the others untouched
@@ -22,8 +23,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
-from eagle3_jax.models.attention import cached, empty_cache, put_rows, take_rows
+from eagle3_jax.models.attention import KV, cached, empty_cache, put_rows, take_rows
 from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.cost import cost_key, known_costs, time_each
 from eagle3_jax.speculate.drafting import DraftState, extend, fast_rows
 from eagle3_jax.speculate.generate import pair
 from eagle3_jax.speculate.request import SamplingParams, device_sampling
@@ -33,6 +35,7 @@ from eagle3_jax.speculate.scores import Scores, scores, sound
 from eagle3_jax.speculate.strategy import Strategy
 from eagle3_jax.taps import LastHidden, Taps
 
+_ROOM = 34  # entries of a slot beyond its text, which most strategies can do with
 _NARROW = 16  # prompt tokens read at once where there are no more
 
 
@@ -53,7 +56,12 @@ class Outcome(NamedTuple):
 
 
 class Runner:
-    """The caches of `slots` rows for texts of max_len tokens, and the programs over them."""
+    """The caches of `slots` rows for texts of max_len tokens, and the programs over them.
+
+    strategies: by their text; more may come, whose rounds compile when they first run. costs: seconds a round of those
+    there are at start, for each number of requests that rounds are compiled for; known after `warm_up` where there is a
+    choice.
+    """
 
     def __init__(
         self,
@@ -65,27 +73,50 @@ class Runner:
         strategies: Mapping[str, Strategy],
     ):
         self.models, self.weights = pair(target, draft)
-        self._target, self._slots, self._strategies = target, slots, strategies
+        self._target, self._draft, self._slots, self._strategies = target, draft, slots, strategies
         self._chunk = min(chunk, max_len)
-        self.entries = max_len + max(UNREAD, *(cache_room(strategy, batch=1) for strategy in strategies.values()))
+        self._room = max(UNREAD, _ROOM, *(cache_room(strategy, batch=1) for strategy in strategies.values()))
+        self.entries = max_len + self._room
+        self._known = tuple(strategies.values())  # at start; requests may name more
+        self.costs: dict[int, dict[Strategy, float]] = {}
         self._neutral = [True] * slots
         self._unread = np.zeros(slots + 1, np.int32)  # plain rounds of each slot that the draft has not read
         self._state = _empty(self.models, self.weights, target, draft, slots, self.entries)
 
     def warm_up(self) -> None:
-        """Compiles every program there is, on rows that the caches lack."""
+        """Compiles every program there is, on rows that the caches lack, and finds out what rounds cost."""
         nowhere = self._slots
         self._set_row(nowhere, [0], SamplingParams(seed=0))
         self.set_bias(nowhere, np.zeros(self._target.config.vocab_size, np.float32))
+        self.copy(nowhere, nowhere)
         for count in sorted({min(_NARROW, self._chunk), self._chunk}):
             last = self.read(nowhere, [0] * count, 0, count)
         self.first(nowhere, last, 1, True)
         for size in _buckets(self._slots):
             if self.models.draft is not None:
                 self._catch_up(np.full(size, nowhere, np.int32))
-            for name in self._strategies:
+            for strategy in self._known:
                 for everything in (False, True):
-                    self.round(name, [nowhere] * size, [everything] * size, everything)
+                    self.round(strategy.text, [nowhere] * size, [everything] * size, everything)
+            if len(self._known) > 1:
+                self.costs[size] = self._measure(size)
+
+    def _measure(self, size: int) -> dict[Strategy, float]:
+        """Seconds a greedy round of each strategy for `size` requests."""
+
+        def run(strategy: Strategy) -> None:
+            self.round(strategy.text, [self._slots] * size, [False] * size, False)
+
+        key = cost_key(self._target, self._draft, size, self.entries, ["slots", str(self._slots)])
+        return known_costs(key, self._known, lambda: time_each(run, self._known))
+
+    def has_room(self, strategy: Strategy) -> bool:
+        """Whether a slot has entries enough beyond its text for rounds of a strategy."""
+        return cache_room(strategy, batch=1) <= self._room
+
+    def bucket(self, count: int) -> int:
+        """For how many requests the round is compiled that `count` requests have."""
+        return next(size for size in _buckets(self._slots) if size >= count)
 
     def set_sampling(self, slot: int, prompt: Sequence[int], params: SamplingParams) -> bool:
         """Gives a slot a request's settings; returns whether it needs the variant with everything."""
@@ -105,6 +136,10 @@ class Runner:
             self._neutral[slot] = False
         sampling = self._state.sampling
         self._state = self._state._replace(sampling=sampling._replace(bias=_put(sampling.bias, _row(slot), bias[None])))
+
+    def copy(self, source: int, slot: int) -> None:
+        """Copies all entries of a slot to another one."""
+        self._state = _copy(self._state, _row(source), _row(slot))
 
     def read(self, slot: int, prompt: Sequence[int], start: int, stop: int) -> LastRead:
         """Reads tokens [start, stop) of a prompt, at most a chunk of them; those before are in the caches."""
@@ -127,9 +162,11 @@ class Runner:
 
     def round(self, strategy: str, slots: Sequence[int], scored: Sequence[bool], everything: bool) -> Outcome:
         """One round for these slots. scored: who wants log probabilities. everything: anybody is not plainly greedy."""
-        size = next(size for size in _buckets(self._slots) if size >= len(slots))
+        size = self.bucket(len(slots))
+        # A batch of all slots is in their order, so that no row of a cache is copied (see `cached_where`).
+        places = list(slots) if size == self._slots and max(slots) < size else list(range(len(slots)))
         rows, wanted = np.full(size, self._slots, np.int32), np.zeros(size, bool)
-        rows[: len(slots)], wanted[: len(slots)] = slots, scored
+        rows[places], wanted[places] = slots, scored
         shape = self._strategies[strategy]
         if self.models.draft is not None:
             unread = self._unread[slots].max()
@@ -139,7 +176,7 @@ class Runner:
         self._state, verified = _verify(self.models, shape, self.weights, self._state, rows)
         args = (self._state, verified, rows, wanted)
         self._state, outcome = _commit(self.models, shape, everything, self.weights, *args)
-        return jax.device_get(outcome)
+        return jax.tree.map(lambda x: x[places], jax.device_get(outcome))
 
     def _catch_up(self, rows: np.ndarray) -> None:
         self._state = _catch_up(self.models, self.weights, self._state, rows)
@@ -209,6 +246,16 @@ def _joined(state: State, rows: Int[Array, "B"], part: State) -> State:
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(old, rows: Int[Array, "1"], new):
     return put_rows(old, rows, new)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _copy(state: State, source: Int[Array, "1"], row: Int[Array, "1"]) -> State:
+    def copied(cache: tuple[KV, ...]) -> tuple[KV, ...]:
+        return put_rows(cache, row, take_rows(cache, source))
+
+    draft = state.draft
+    draft = None if draft is None else draft._replace(cache=copied(draft.cache))
+    return state._replace(cache=copied(state.cache), draft=draft)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

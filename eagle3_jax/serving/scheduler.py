@@ -11,17 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eagle3_jax.serving.cache import Slot, SlotCache
+from eagle3_jax.serving.cache import Place, Slot, SlotCache
 from eagle3_jax.serving.requests import Delta, Request
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request in the engine. room: most new tokens. deliver: takes its Deltas. read: prompt tokens in the caches.
-
-    draft_read: entries of the draft's cache that are right. everything: rounds need more than the greedy variant.
-    allowed: the grammar's last mask, bool [V].
-    """
+    """A request in the engine. room: most new tokens. deliver: takes its Deltas. everything: its rounds need more than
+    the greedy variant. allowed: the grammar's last mask, bool [V]. began: when it got its slot."""
 
     request: Request
     strategy: str
@@ -29,8 +26,6 @@ class Sequence:
     room: int
     deliver: Callable[[Delta], None]
     slot: Slot | None = None
-    read: int = 0
-    draft_read: int = 0
     tokens: list[int] = field(default_factory=list)
     everything: bool = False
     allowed: np.ndarray | None = None
@@ -74,22 +69,22 @@ class Scheduler:
     def running(self) -> int:
         return len(self.reading) + len(self.decoding)
 
-    def admit(self) -> list[Sequence]:
-        """Gives free slots to those who wait, first come first served; returns them."""
+    def admit(self) -> list[tuple[Sequence, Place]]:
+        """Gives free slots to those who wait, first come first served; returns them and their places."""
         admitted = []
         while self.waiting and self._cache.free:
             sequence = self.waiting.popleft()
-            sequence.slot, sequence.read = self._cache.take(sequence.request.prompt)
-            sequence.draft_read = sequence.read
+            place = self._cache.take(sequence.request.prompt)
+            sequence.slot = place.slot
             self.reading.append(sequence)
-            admitted.append(sequence)
+            admitted.append((sequence, place))
         return admitted
 
     def next(self) -> Chunk | Round | None:
         """What runs now; None if nothing can."""
         if self.reading:
             sequence = self.reading[0]
-            start, size = sequence.read, min(len(sequence.request.prompt) - sequence.read, self._chunk)
+            start, size = sequence.slot.read, min(len(sequence.request.prompt) - sequence.slot.read, self._chunk)
             if not self.decoding or self._spent + size <= self._chunk:
                 self.reading.rotate(-1)  # a short prompt waits for one chunk of a long one, not for all of it
                 self._spent += size
@@ -110,15 +105,11 @@ class Scheduler:
         self.reading.remove(sequence)
         self.decoding.append(sequence)
 
-    def remove(self, sequence: Sequence, reusable: bool) -> None:
-        """A request has ended. reusable: the entries it leaves behind are right."""
+    def remove(self, sequence: Sequence) -> None:
+        """A request has ended; its slot is free."""
         for place in (self.waiting, self.reading, self.decoding):
             if sequence in place:
                 place.remove(sequence)
         if sequence.slot is not None:
-            prompt = sequence.request.prompt
-            # The newest token has not been read by the target.
-            text = [*prompt, *sequence.tokens[:-1]] if sequence.tokens else prompt[: sequence.read]
-            kept = len(text) if reusable else 0
-            self._cache.give_back(sequence.slot, text[:kept], min(sequence.draft_read, kept))
+            self._cache.give_back(sequence.slot)
             sequence.slot = None

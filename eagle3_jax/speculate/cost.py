@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import statistics
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.round import Models, State, Weights, speculate
 from eagle3_jax.speculate.strategy import Strategy
 
-_TURNS, _ROUNDS = 7, 2  # medians of so many turns of so many rounds
+_TURNS, _ROUNDS = 10, 2
 _log = logging.getLogger(__name__)
 
 
@@ -46,16 +45,20 @@ def known_costs(
     return costs
 
 
-def time_each(run: Callable[[Strategy], None], strategies: Sequence[Strategy]) -> dict[Strategy, float]:
-    """Median seconds of run(strategy), strategies taking turns. A first turn, which compiles, is not counted."""
-    spans: dict[Strategy, list[float]] = {strategy: [] for strategy in strategies}
+def time_each(
+    run: Callable[[Strategy], None], strategies: Sequence[Strategy], prepare: Callable[[], None] = lambda: None
+) -> dict[Strategy, float]:
+    """The fewest seconds of run(strategy), strategies taking turns, so that what else the machine does counts little. A
+    first turn, which compiles, is not counted, nor is `prepare` before each run."""
+    seconds = dict.fromkeys(strategies, math.inf)
     for turn in range(1 + _TURNS):
         for strategy in strategies:
+            prepare()
             begin = time.perf_counter()
             run(strategy)
             if turn:
-                spans[strategy].append(time.perf_counter() - begin)
-    return {strategy: statistics.median(times) for strategy, times in spans.items()}
+                seconds[strategy] = min(seconds[strategy], time.perf_counter() - begin)
+    return seconds
 
 
 def measure_rounds(
@@ -65,20 +68,21 @@ def measure_rounds(
     entries that no token has."""
     kept = jax.tree.map(jnp.copy, _without_caches(state))
 
-    def restore() -> State:
+    def restore() -> None:
+        nonlocal state
         fresh = jax.tree.map(jnp.copy, kept)
         draft = None if kept.draft is None else fresh.draft._replace(cache=state.draft.cache)
-        return fresh._replace(cache=state.cache, draft=draft)
+        state = jax.block_until_ready(fresh._replace(cache=state.cache, draft=draft))
 
     def run(strategy: Strategy) -> None:
         nonlocal state
-        state = restore()
         for _ in range(_ROUNDS):
             state, committed = speculate(models, strategy, weights, state)
         jax.device_get(committed)
 
-    seconds = time_each(run, strategies)
-    return {strategy: total / _ROUNDS for strategy, total in seconds.items()}, restore()
+    seconds = time_each(run, strategies, restore)
+    restore()
+    return {strategy: total / _ROUNDS for strategy, total in seconds.items()}, state
 
 
 def _without_caches(state: State) -> State:

@@ -268,13 +268,13 @@ def padded_length(tokens: int) -> int:
 def cache_entries(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], *strategies: Strategy
 ) -> int:
-    """Length of the caches for prompts with at most so many new tokens each: a power of two from 128 on, but no more
-    than the target's context takes. With `padded_length` it decides which programs a batch needs."""
+    """Length of the caches for prompts with at most so many new tokens each: a power of two from 128 on that holds the
+    text, but no more than the target's context takes, and room for a round: the same for all strategies of few nodes,
+    so that none has a longer cache to read. With `padded_length` it decides which programs a batch needs."""
     window, room = target.config.max_positions, max(cache_room(strategy, len(prompts)) for strategy in strategies)
-    room = max(room, UNREAD if len(strategies) > 1 else 0)
     longest = max(min(len(p) + new, window) for p, new in zip(prompts, max_new_tokens, strict=True))
-    entries = min(_power_of_two(longest + room, 128), round_up(window + room, 128))
-    return max(entries, padded_length(max(map(len, prompts))))
+    text = max(min(_power_of_two(longest, 128), round_up(window, 128)), padded_length(max(map(len, prompts))))
+    return text + round_up(max(room, UNREAD), 16)
 
 
 def _power_of_two(value: int, least: int) -> int:

@@ -121,8 +121,15 @@ def warped(logits: Float[Array, "B V"], random: Random) -> Float[Array, "B V"]:
         least = jnp.maximum(least, largest + jnp.log(random.min_p)[:, None])
     if random.top_k is not None or random.top_p is not None:
         kept = jnp.where(scaled >= least, scaled, -jnp.inf)
-        least = jnp.maximum(least, _least_kept(kept, random))
+        off = jnp.full_like(largest, -jnp.inf)
+        least = jnp.maximum(least, jax.lax.cond(_sorts(random), lambda: _least_kept(kept, random), lambda: off))
     return jnp.where(scaled >= least, scaled, -jnp.inf)
+
+
+def _sorts(random: Random) -> Bool[Array, ""]:
+    """Whether any request has top-k or top-p on; sorting a vocabulary for nothing is dear on CPU."""
+    top_k = jnp.zeros((), bool) if random.top_k is None else (random.top_k > 0).any()
+    return top_k if random.top_p is None else top_k | (random.top_p < 1).any()
 
 
 def _least_kept(scaled: Float[Array, "B V"], random: Random) -> Float[Array, "B 1"]:

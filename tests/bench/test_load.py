@@ -14,7 +14,7 @@ from bench import load
 from bench.http_client import Address, metrics, request
 from bench.tiny_pair import write_tiny_pair
 from bench.workload import jobs, malformed
-from tests.serving.stub import serving
+from tests.serving.running import serving
 
 
 @pytest.fixture(scope="module")

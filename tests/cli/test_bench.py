@@ -16,7 +16,7 @@ def files(target, tmp_path_factory):
     """(draft folder, file of three prompts)."""
     folder = tmp_path_factory.mktemp("bench")
     loaded = load_target(target, "float32")
-    save_draft(random_draft(loaded, taps=(1, 2, 4), d2t=range(0, loaded.config.vocab_size, 2)), folder / "draft")
+    save_draft(random_draft(loaded, taps=(0, 1, 2), d2t=range(0, loaded.config.vocab_size, 2)), folder / "draft")
     return folder / "draft", write_prompts(folder / "prompts.jsonl", [["what"], ["who is it"], ["why"]])
 
 
@@ -56,7 +56,7 @@ def test_auto_and_an_oracle(eagle3, target, files, tmp_path, monkeypatch):
     assert (oracle["strategy"], auto["strategy"]) == ("oracle:1", "auto")
     assert oracle["identical_to_plain"] == auto["identical_to_plain"] == 1.0
     assert oracle["acceptance_by_depth"][0] >= 0.6  # all but where the answer that it knows has ended
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["b.json", "b.svg", "eagle3_jax"]
+    assert sorted(p.name for p in tmp_path.glob("b.*")) == ["b.json", "b.svg"]
 
 
 def test_a_damaged_draft_is_told(eagle3, target, files, tmp_path):

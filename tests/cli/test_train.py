@@ -36,7 +36,7 @@ def config(target, tmp_path) -> Path:
                 "runs_dir": str(tmp_path / "runs"),
                 "target": {"path": str(target), "dtype": "float32"},
                 "data": {"train": data, "heldout": data, "length": 96},
-                "draft": {"taps": [1, 2, 3], "vocab_size": 20},
+                "draft": {"taps": [0, 1, 2], "vocab_size": 20},
                 "training": training,
                 "evaluation": {"count": 0},
             }
@@ -53,7 +53,7 @@ def test_a_run_and_its_finished_result(eagle3, config, target, tmp_path) -> None
     assert json.loads(file.read_text()) == stored and json.loads(result.out) == stored["heldout"]
     load_draft(run / "export", target=load_target(target, "float32"))
     lines = result.err.splitlines()
-    assert lines[0] == "taps: [block 1 input, block 2 input, block 3 input], joined in this order"
+    assert lines[0].startswith("taps: [embedding, block 1 input, tap 2 = last block output") and "order" in lines[0]
     assert lines[1].startswith("data: 4 documents in 3 rows of 96,")
     assert lines[2].startswith("warning: 4 of 4 held-out documents are also in the training data")
     for words in ("step 1 ", "loss ", "simulated tau ", "tok/s", "min left"):
@@ -71,7 +71,7 @@ def test_a_run_and_its_finished_result(eagle3, config, target, tmp_path) -> None
 
     options = ("--init-from", run / "export", "name=second")
     assert eagle3("train", "--config", config, *options).code == 0
-    assert "expected" in eagle3("train", "--config", config, *options, "name=third", "draft.taps=[3, 2, 1]").complaint
+    assert "expected" in eagle3("train", "--config", config, *options, "name=third", "draft.taps=[2, 1, 0]").complaint
 
 
 def test_a_dry_run_begins_nothing(eagle3, config, tmp_path) -> None:

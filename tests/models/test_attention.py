@@ -1,10 +1,11 @@
 """Attention over a cache: what is masked has no influence, whatever it holds."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.models.attention import cached, empty_cache
+from eagle3_jax.models.attention import KV, cached, empty_cache
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -17,3 +18,22 @@ def test_masked_entries_that_are_not_finite_have_no_influence(bad: float) -> Non
     # The second token read once more, over the leftovers of the third.
     again, _ = cached(jnp.asarray([[1]]))(q[:, 1:2], k[:, 1:2], v[:, 1:2], later)
     np.testing.assert_allclose(again, expected[:, 1:2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "start"), [((3, 0), (5, 17)), ((1, 9), (300, 20)), ((0, 1, 9, 3), (5, 100, 0, 500))])
+def test_sequences_over_rows_of_a_cache(rows: tuple[int, ...], start: tuple[int, ...]) -> None:
+    """As over a cache of their own, wherever they are in it; what only fills the batch (row 9) is written nowhere."""
+    draw = np.random.default_rng(0)
+    cache = KV(*(jnp.asarray(draw.standard_normal((4, 2, 520, 4)), jnp.float32) for _ in range(2)))
+    q, k, v = (jnp.asarray(draw.standard_normal((len(rows), 3, heads, 4)), jnp.float32) for heads in (4, 2, 2))
+    positions = jnp.asarray(start)[:, None] + jnp.arange(3)
+    out, new = jax.jit(lambda *args: cached(positions, jnp.asarray(rows))(*args))(q, k, v, cache)
+    untouched = [row for row in range(4) if row not in rows]
+    for got, old in zip(new, cache, strict=True):
+        np.testing.assert_array_equal(got[np.asarray(untouched, int)], old[np.asarray(untouched, int)])
+    for i, row in enumerate(rows):
+        if row < 4:
+            own = KV(*(x[row : row + 1] for x in cache))
+            expected, written = cached(positions[i : i + 1])(q[i : i + 1], k[i : i + 1], v[i : i + 1], own)
+            np.testing.assert_allclose(out[i : i + 1], expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(new.k[row], written.k[0])

@@ -1,16 +1,13 @@
-"""A server without a model: an engine that plays scripts, a tokenizer of bytes, and uvicorn on a free port."""
+"""A server without a model: an engine that plays scripts, and a tokenizer of bytes."""
 
 import asyncio
 import contextlib
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import openai
-import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -18,6 +15,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.serving.api.app import create_app
 from eagle3_jax.serving.api.service import Service
 from eagle3_jax.serving.requests import Delta, Request, TokenLogprobs
+from tests.serving.running import serving
 
 TEMPLATE = (
     "{% for message in messages %}{{'<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>' + '\n'}}"
@@ -130,21 +128,6 @@ def saying(text: str, *sizes: int, finish: str = "stop") -> Callable[[Request], 
 
 def make_service(engine: FakeEngine, tokenizer=TOKENIZER, **more: Any) -> Service:
     return Service(engine, tokenizer, "tiny", len(tokenizer), (END,), engine.max_len, **more)
-
-
-@contextlib.contextmanager
-def serving(app) -> Iterator[str]:
-    """Runs the app on a free loopback port in a thread; gives its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off", ws="none"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
 
 
 @contextlib.contextmanager

@@ -266,7 +266,19 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(key, tmp_path, c
     assert "cannot keep the measured round costs" in caplog.text and os.listdir(tmp_path) == ["eagle3_jax"]
 
 
-def test_strategies_take_turns_and_the_first_turn_is_not_counted() -> None:
-    runs = []
-    costs = cost.time_each(runs.append, MENU[:2])
-    assert list(costs) == MENU[:2] and runs[:4] == MENU[:2] * 2 and all(seconds >= 0 for seconds in costs.values())
+def test_strategies_take_turns_and_the_quickest_turn_but_the_first_counts(monkeypatch) -> None:
+    clock, turns, prepared = [0.0], [], []
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock[0])
+    seconds = iter([0.1, 0.2, *[3.0, 5.0] * 4, 2.5, 4.5, *[3.0, 5.0] * 5])
+
+    def run(strategy: Strategy) -> None:
+        turns.append(strategy)
+        clock[0] += next(seconds)
+
+    def prepare() -> None:
+        prepared.append(len(turns))
+        clock[0] += 100
+
+    costs = cost.time_each(run, MENU[:2], prepare)
+    assert costs == pytest.approx({MENU[0]: 2.5, MENU[1]: 4.5})
+    assert turns[:4] == MENU[:2] * 2 and prepared == list(range(22))

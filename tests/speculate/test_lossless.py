@@ -14,7 +14,7 @@ from eagle3_jax.speculate import generate as generating
 from eagle3_jax.speculate.generate import cache_entries, padded_length
 from eagle3_jax.speculate.request import check_params, device_sampling, spread
 from eagle3_jax.speculate.round import next_round, prefill, speculate
-from eagle3_jax.speculate.strategy import PLAIN
+from eagle3_jax.speculate.strategy import PLAIN, parse_strategy
 from tests.tiny import bigram_draft, bigram_target, not_a_number
 
 VOCAB, NEW = 64, 24
@@ -112,14 +112,30 @@ def test_an_oracle_in_place_of_any_draft_is_always_right(target, drafts, plain) 
     answers = tokens(plain)
     told = e3.generate(target, drafts["random"], PROMPTS, NEW - 4, "chain:3", oracle=answers)
     assert tokens(told) == [text[: NEW - 4] for text in answers]
-    assert {count for answer in told for count in answer.accepted} == {3}
+    assert {(count, answer.tau) for answer in told for count in answer.accepted} == {(3, 4.0)}  # the target's own too
     with pytest.raises(e3.UserError, match="one for each prompt"):
         e3.generate(target, drafts["random"], PROMPTS, NEW, "chain:3", oracle=answers[:2])
     with pytest.raises(e3.UserError, match="a chain as strategy"):
         e3.generate(target, drafts["random"], PROMPTS, NEW, "tree:3x3x9", oracle=answers)
 
 
+def test_acceptance_does_not_depend_on_the_size_of_a_batch(target, drafts, plain) -> None:
+    together = e3.generate(target, drafts["fair"], PROMPTS, NEW, "chain:3")
+    assert sum(sum(answer.accepted) for answer in together) > 0
+    for size in (1, 2, 8):
+        group = (PROMPTS * 2)[:size]
+        assert e3.generate(target, drafts["fair"], group, NEW, "chain:3") == (together * 2)[:size]
+
+
 # --- sampling settings, each request's own
+
+
+def test_temperatures_that_are_as_good_as_zero_are_greedy_beside_others(target, drafts, plain, mixed) -> None:
+    for value in (0.0, 1e-9):
+        settings = [dataclasses.replace(SETTINGS[0], temperature=value), *SETTINGS[1:]]
+        for strategy, draft in (("plain", None), ("chain:3", drafts["fair"])):
+            answers = e3.generate(target, draft, PROMPTS, strategy=strategy, sampling=settings)
+            assert tokens(answers) == tokens(mixed) and answers[0].tokens == plain[0].tokens
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +255,6 @@ def test_a_full_cache_is_never_written_past_its_end(oracle) -> None:
     """Rounds go on for a request that has ended: it stays at the end of its cache, and others are not touched."""
     from eagle3_jax.speculate.generate import pad_prompts, pair
     from eagle3_jax.speculate.round import cache_room
-    from eagle3_jax.speculate.strategy import parse_strategy
 
     target, draft, _ = oracle
     shape = parse_strategy("tree:3x3x9")
@@ -270,9 +285,11 @@ def test_sizes_are_powers_of_two_up_to_the_context(target) -> None:
     assert {padded_length(n) for n in range(1, 1025)} == {32, 64, 128, 256, 512, 1024}
     wide = dataclasses.replace(target, config=dataclasses.replace(target.config, max_positions=1300))
     entries = {(n, new): cache_entries(wide, [[0] * n], [new], PLAIN) for n in range(1, 1300) for new in (1, 300, 9999)}
-    assert set(entries.values()) == {128, 256, 512, 1024, 1408, 2048}
+    assert {size - 16 for size in entries.values()} == {128, 256, 512, 1024, 1408, 2048}
     for (n, new), size in entries.items():  # 2048: to which a prompt of more than 1024 is padded
-        assert size >= max(min(n + new, 1300) + 2, padded_length(n)) and (size < 2048 or n > 1024)
+        assert size - 16 >= max(min(n + new, 1300), padded_length(n)) and (size < 2064 or n > 1024)
+    alike = [parse_strategy(s) for s in ("plain", "chain:5", "tree:3x4x12")]
+    assert {cache_entries(wide, [[0] * 60], [64], *shapes) for shapes in [*([s] for s in alike), alike]} == {144}
 
 
 # --- requests that cannot be served

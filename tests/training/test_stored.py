@@ -303,6 +303,9 @@ def test_features_of_another_target_are_refused(prepare, documents, tmp_path):
     outside = [{**d, "ids": d["ids"] + 48} for d in documents]
     with pytest.raises(UserError, match="outside 0..47"):
         prepare(write(tmp_path / "c", outside[:2], "v1", [1, 2, 4]), stored)
+    one = write(tmp_path / "e", [*documents[:4], {**documents[4], "ids": documents[4]["ids"] + 48}], "v1", [1, 2, 4])
+    with pytest.raises(UserError, match=r"outside 0..47 / .*data_4\.pt"):  # any file, not only those measured
+        prepare(one, stored)
     mixed = write(tmp_path / "d", documents[:2], "v1", [1, 2, 4])
     write_torch(tmp_path / "d" / "data_9.ckpt", content(documents[0], "specforge", [1, 2, 4, 5]))
     with pytest.raises((UserError, WiringError), match="two kinds|ids"):
