@@ -58,7 +58,7 @@ class World:
             "evaluation": {"count": 0},  # it compiles generation; tests of it switch it on
         }
         for section, values in sections.items():
-            raw[section] = raw[section] | values
+            raw[section] = raw.get(section, {}) | values
         return Config.model_validate(raw | {"name": name, "runs_dir": str(runs_dir)})
 
 

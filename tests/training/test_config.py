@@ -1,6 +1,8 @@
 """Configs: strict keys, overrides, one line for every fault, and no field without effect."""
 
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from pydantic import BaseModel
@@ -133,7 +135,9 @@ def test_every_field_is_used(world, tmp_path, monkeypatch) -> None:
             read.add((type(self), name))
         return BaseModel.__getattribute__(self, name)
 
-    config = world.config(tmp_path, draft={"initialise": "last_block"}, training={"epochs": 1})
+    sections = {"evaluation": {"count": 1, "max_new_tokens": 4}, "tracking": {"to": ["trackio"]}}
+    monkeypatch.setitem(sys.modules, "trackio", MagicMock())
+    config = world.config(tmp_path, draft={"initialise": "last_block"}, training={"epochs": 1}, **sections)
     models = {type(config), *(type(value) for _, value in config if isinstance(value, BaseModel))}
     for model in models:
         monkeypatch.setattr(model, "__getattribute__", recording, raising=False)
