@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.data.detokeniser import Detokeniser
+from eagle3_jax.data.detokeniser import Detokeniser, Vocabulary
 from eagle3_jax.training.dataset import batches_in_order
 from eagle3_jax.training.metrics import Answer, walk_answers
 
@@ -44,7 +44,6 @@ def _text(ids: list[int], kinds: list[str], tokenizer: Any) -> list[list[str]]:
     """Texts of the tokens; a character of several tokens belongs to its last one."""
     if tokenizer is None:
         return [[f"{token} ", kind] for token, kind in zip(ids, kinds, strict=True)]
-    detokeniser = Detokeniser(tokenizer)
+    detokeniser = Detokeniser(Vocabulary(tokenizer))
     texts = [detokeniser.push(token) for token in ids]
-    texts[-1] += detokeniser.flush()
     return [[text, kind] for text, kind in zip(texts, kinds, strict=True) if text]
