@@ -41,8 +41,8 @@ def _sample(batch: Any, answer: Answer, tokenizer: Any) -> dict[str, Any]:
 
 
 def _text(ids: list[int], kinds: list[str], tokenizer: Any) -> list[list[str]]:
-    """Texts of the tokens; a character of several tokens belongs to its last one."""
-    if tokenizer is None:
+    """Texts of the tokens; a character of several tokens belongs to its last one. Ids where no text is known."""
+    if tokenizer is None or not tokenizer.is_fast:
         return [[f"{token} ", kind] for token, kind in zip(ids, kinds, strict=True)]
     detokeniser = Detokeniser(Vocabulary(tokenizer))
     texts = [detokeniser.push(token) for token in ids]
