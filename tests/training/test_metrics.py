@@ -83,7 +83,7 @@ def test_the_meter_adds_up() -> None:
         "none right": ([[0] * 5, [0] * 5], [[1, 0], [2, 2], [2, 1]]),  # rounds: 0, 0, 0, 0
     }
     for hits, counts in batches.values():
-        meter.add(Acceptance(*np.array(counts), covered=4), np.array(hits, bool)[:, None], mask, documents)
+        meter.add(Acceptance(*np.array(counts)), np.array(hits, bool)[:, None], mask, documents, covered=4)
     assert (meter.accepted, meter.rounds) == (2, 6)
     assert meter.summary() == {
         "simulated_tau": 1 + 2 / 6,
