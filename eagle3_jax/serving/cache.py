@@ -113,7 +113,7 @@ def slots_for(memory: int, entries: int, target: Target, draft: Draft | None) ->
     slot = entries * sum(bytes_per_token(target, draft))
     if memory < slot:
         raise UserError(
-            f"{memory / 2**20:.0f} MiB for keys and values / one of {entries} tokens takes {slot / 2**20:.1f} MiB / "
-            f"allow more memory or shorten --max-len"
+            f"{memory / 2**20:.0f} MiB for keys and values / a slot of {entries} tokens takes {slot / 2**20:.1f} MiB "
+            f"/ allow more memory or shorten --max-len"
         )
     return memory // slot
