@@ -104,17 +104,34 @@ class Placement:
         return jax.tree.map(_put, tree, shardings(self.mesh, tree))
 
     def own(self, rows: Any) -> Any:
-        """Of the rows of a batch (a list, or an array [rows, ...]), those that this process makes."""
-        count = len(rows) // jax.process_count()
-        begin = jax.process_index() * count
-        return rows[begin : begin + count]
+        """Of the rows of a batch (a list, or an array [rows, ...]), those that this process's devices need."""
+        begin, end = self._span(len(rows))
+        return rows[begin:end]
 
-    def batch(self, tree: Any) -> Any:
-        """Arrays [rows, ...] with this process's rows, as arrays of the whole batch."""
+    def batch(self, tree: Any, rows: int) -> Any:
+        """Arrays that hold this process's rows, `own`, as arrays of a batch of `rows`."""
         if self.mesh is None:
             return tree
-        sharding = self.rows_sharding
-        return jax.tree.map(lambda a: jax.make_array_from_process_local_data(sharding, np.asarray(a)), tree)
+        begin, _ = self._span(rows)
+
+        def whole(own: Any) -> jax.Array:
+            own = np.asarray(own)
+
+            def part(place: tuple[slice, ...]) -> np.ndarray:
+                first, last, _ = place[0].indices(rows)
+                return own[first - begin : last - begin]
+
+            return jax.make_array_from_callback((rows, *own.shape[1:]), self.rows_sharding, part)
+
+        return jax.tree.map(whole, tree)
+
+    def _span(self, rows: int) -> tuple[int, int]:
+        """First and last row that this process's devices need, the latter excluded."""
+        if self.mesh is None:
+            return 0, rows
+        places = self.rows_sharding.addressable_devices_indices_map((rows,)).values()
+        spans = [place[0].indices(rows) for place in places]
+        return min(begin for begin, *_ in spans), max(end for _, end, _ in spans)
 
     def constrain(self, tree: Any) -> Any:
         """Inside jit: keeps a state where `weights` has put it."""

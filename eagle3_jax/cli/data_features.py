@@ -27,10 +27,9 @@ def store_features(
     from eagle3_jax.training.dataset import read_documents
     from eagle3_jax.training.make_store import make_store
 
-    try:
-        points = paper_taps(loaded.num_layers) if taps == "paper" else TapSet([int(t) for t in taps.split(",")])
-    except ValueError as error:
-        raise UserError(f"--taps {taps!r} is no list of numbers / such as 2,15,27, or `paper`") from error
+    if taps != "paper" and not all(number.strip().isdigit() for number in taps.split(",")):
+        raise UserError(f"--taps {taps!r} is no list of numbers / such as 2,15,27, or `paper`")
+    points = paper_taps(loaded.num_layers) if taps == "paper" else TapSet([int(t) for t in taps.split(",")])
     documents = read_documents(files, loaded)
     if documents.samples is not None:
         raise UserError(f"these are stored features already / {', '.join(files)} / train from them as they are")

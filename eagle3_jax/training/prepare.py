@@ -3,7 +3,6 @@
 Nothing is written before all inputs are sound, so that a mistake does not use up the run's name.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,7 +70,8 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     placement = Placement(make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
     _check_processes(config, placement)
     if target is None:
-        with jax.default_device(None if placement.mesh is None else jax.devices("cpu")[0]):  # not all of it on one
+        # Not all of it on one of several devices: from the host each gets its part.
+        with jax.default_device(None if placement.mesh is None else jax.local_devices(backend="cpu")[0]):
             target = load_target(config.target.path, config.target.dtype)
     (documents, packed), (heldout_documents, heldout) = (
         _read(config, files, target) for files in (config.data.train, config.data.heldout)
@@ -94,8 +94,9 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     if draft.facts["verifier"]["name_or_path"] is None:
         say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
     kept = {key: draft.params[key] for key in frozen_parts(config) if key in draft.params}
-    target = dataclasses.replace(target, params=placement.weights(target.params))
-    frozen = Frozen(target.params, placement.weights(kept), placement.weights(jnp.asarray(draft.d2t)))
+    frozen = Frozen(
+        placement.weights(target.params), placement.weights(kept), placement.weights(jnp.asarray(draft.d2t))
+    )
     sides = (packed, heldout, documents, heldout_documents)
     setup = make_setup(config, target, draft)._replace(placement=placement)
     return Run(config, target, draft, *sides, setup, frozen, stored=stored, heldout_stored=heldout_stored)

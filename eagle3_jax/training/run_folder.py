@@ -29,8 +29,11 @@ def check(folder: Path, config: Config, resume: bool) -> dict[str, Any] | None:
     if not resume:
         raise UserError(f"{folder} exists already / pass --resume to go on with it or choose another name")
     before = yaml.safe_load(stored.read_text(encoding="utf-8"))
-    if before != plain(config):
-        differing = _differing(before, plain(config))
+    now = plain(config)
+    for config_of in (before, now):  # a run may go on with other devices
+        config_of.pop("mesh", None)
+    if before != now:
+        differing = _differing(before, now)
         raise UserError(f"{folder} was begun with another config ({differing}) / choose another name")
     return read_result(folder) if (folder / "result.json").exists() else None
 

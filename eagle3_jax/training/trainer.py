@@ -4,6 +4,7 @@ Prepared by training.prepare; then start (a fresh state or the newest checkpoint
 checkpoints), finish (export of the best state, result.json).
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -182,18 +183,18 @@ def features_of(run: Run, stored: StoredFeatures | None, cache: FeatureCache, ro
         if stored is None:
             features = compute_features(run.setup, run.frozen, batch)
         else:
-            states = placement.batch(stored.rows(placement.own(rows)))
+            states = placement.batch(stored.rows(placement.own(rows)), len(rows))
             features = complete_features(run.setup, run.frozen, *states)
         if keep:
             cache.put(rows, features)
         return features
-    return placement.batch(features)
+    return placement.batch(features, len(rows))
 
 
 def on_devices(run: Run, batch: Batch) -> Batch:
     """A batch where the step wants it; each process hands over its own rows."""
     placement = run.setup.placement
-    return placement.batch(jax.tree.map(placement.own, batch))
+    return placement.batch(jax.tree.map(placement.own, batch), len(batch.ids))
 
 
 def _step_metrics(run: Run, budget: Budget, step: int, outcome, batch) -> dict[str, Any]:
@@ -277,7 +278,8 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
     }
     template, generation = run.config.data.chat_template, None
     if jax.process_count() == 1:
-        generation = measure_generation(run.config.evaluation, run.target, draft, run.heldout, template, say)
+        target = dataclasses.replace(run.target, params=run.frozen.target)  # on the devices of training
+        generation = measure_generation(run.config.evaluation, target, draft, run.heldout, template, say)
     if generation is not None:
         result["generation"] = generation
         say(f"tau {generation['tau']:.3f} when generating, {generation['simulated_tau']:.3f} simulated on its answers")

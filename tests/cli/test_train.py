@@ -58,8 +58,8 @@ def test_a_run_and_its_finished_result(eagle3, config, target, tmp_path) -> None
     assert lines[2].startswith("warning: 4 of 4 held-out documents are also in the training data")
     for words in ("step 1 ", "loss ", "simulated tau ", "tok/s", "min left"):
         assert words in lines[3]
-    assert "step 4 " in lines[-2] and "held-out simulated tau" in lines[-2]
-    assert lines[-1].startswith("draft written to")
+    assert "step 4 " in lines[-3] and "held-out simulated tau" in lines[-3]
+    assert lines[-2].startswith("draft written to") and lines[-1].startswith("report: ")
 
     again = eagle3("train", "--config", config, "training.evaluate_every=4")
     assert "--resume" in again.complaint

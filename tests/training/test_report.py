@@ -11,6 +11,7 @@ import pytest
 
 from eagle3_jax.cli.main import main
 from eagle3_jax.config import Config
+from eagle3_jax.data.packing import pack
 from eagle3_jax.errors import UserError
 from eagle3_jax.training import trainer
 from eagle3_jax.training.metrics import Breakdown, bucket, walk_answers
@@ -88,13 +89,11 @@ def test_charts_keep_to_their_frame() -> None:
 
 def test_samples_colour_what_each_round_accepted() -> None:
     """Prompt of 3, answer of 7: rounds at slots 2 (two accepted), 5 (none), 6 (one)."""
-    ids, mask = np.arange(10, 22)[None], (np.arange(12) >= 3)[None] & (np.arange(12) < 10)[None]
-    documents = np.where(np.arange(12) < 10, 0, -1)[None]
+    packed = pack([(np.arange(10, 20, dtype=np.int32), np.arange(10) >= 3)], 12)
     hits = np.zeros((2, 1, 11), bool)
     hits[:, 0, 2] = hits[0, 0, 6] = True
-    (answer,) = walk_answers(hits, mask, documents)
+    (answer,) = walk_answers(hits, packed.loss_mask, packed.document_ids)
     assert answer.slots == [2, 5, 6] and answer.accepted == [2, 0, 1]
-    packed = SimpleNamespace(input_ids=ids, loss_mask=mask, document_ids=documents)
     (sample,) = sample_answers(packed, lambda rows, batch: hits, 1, None)
     kinds = {"given": "g", "drafted": "d", "target": "t"}
     assert "".join(kinds[kind] for _, kind in sample["tokens"]) == "gggtddttdt"

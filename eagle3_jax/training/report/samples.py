@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.data.detokeniser import Detokeniser
+from eagle3_jax.data.detokeniser import Detokeniser, Vocabulary
 from eagle3_jax.training.dataset import batches_in_order
 from eagle3_jax.training.metrics import Answer, walk_answers
 
@@ -41,10 +41,9 @@ def _sample(batch: Any, answer: Answer, tokenizer: Any) -> dict[str, Any]:
 
 
 def _text(ids: list[int], kinds: list[str], tokenizer: Any) -> list[list[str]]:
-    """Texts of the tokens; a character of several tokens belongs to its last one."""
-    if tokenizer is None:
+    """Texts of the tokens; a character of several tokens belongs to its last one. Ids where no text is known."""
+    if tokenizer is None or not tokenizer.is_fast:
         return [[f"{token} ", kind] for token, kind in zip(ids, kinds, strict=True)]
-    detokeniser = Detokeniser(tokenizer)
+    detokeniser = Detokeniser(Vocabulary(tokenizer))
     texts = [detokeniser.push(token) for token in ids]
-    texts[-1] += detokeniser.flush()
     return [[text, kind] for text, kind in zip(texts, kinds, strict=True) if text]
