@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
 from importlib import metadata
@@ -36,12 +37,12 @@ Prompts = Sequence[tuple[int, ...]]
 async def direct(engine: Engine, texts: Prompts, tokens: int, strategy: str) -> float:
     """tok/s of an engine's own streams."""
 
-    async def one(number: int, ids: tuple[int, ...]) -> int:
+    async def one(ids: tuple[int, ...]) -> int:
         params = SamplingParams(max_new_tokens=tokens, stop_token_ids=())
-        async with aclosing(engine.stream(Request(f"r{number}", ids, params, strategy))) as deltas:
+        async with aclosing(engine.stream(Request(uuid.uuid4().hex, ids, params, strategy))) as deltas:
             return sum([len(delta.tokens) async for delta in deltas])
 
-    return await _rate([one(number, ids) for number, ids in enumerate(texts)])
+    return await _rate([one(ids) for ids in texts])
 
 
 async def through_http(address: Address, texts: Prompts, tokens: int, strategy: str) -> float:

@@ -1,11 +1,10 @@
 """What SGLang/SpecForge, SafeAILab and ModelOpt have in common: one flat config.json, a Llama's keys and a draft's."""
 
-import re
 from typing import Any
 
 from eagle3_jax.draft.config import NORM_FLAGS, draft_config, own_block
 from eagle3_jax.draft.draft import Checkpoint, Draft, own_facts
-from eagle3_jax.draft.folder import Tensors, canonical_names
+from eagle3_jax.draft.folder import Tensors, canonical_names, stored_layers
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.config import decoder_config, decoder_config_to_hf
 from eagle3_jax.taps import TapSet
@@ -35,9 +34,8 @@ def read(
     if raw.get("logit_scale", 1.0) not in (None, 1.0):
         raise UserError(f"{file} has logit_scale {raw['logit_scale']} / only 1.0 is supported")
     decoder_keys = {key: value for key, value in raw.items() if key not in _DRAFT_KEYS}
-    layers = [int(name.split(".")[1]) for name in tensors if re.match(r"layers\.\d+\.", name)]
     if not counts_layers:
-        decoder_keys["num_hidden_layers"] = max(layers, default=0) + 1
+        decoder_keys["num_hidden_layers"] = max(len(stored_layers(tensors)), 1)
     # Only tensors tell: whatever model_type says, none of these systems builds q/k norms unless they are in the file.
     has_qk_norm = "layers.0.self_attn.q_norm.weight" in tensors
     decoder_keys["model_type"] = "qwen3" if has_qk_norm else "llama"

@@ -1,6 +1,7 @@
 """What a draft folder holds, for people (`render`) and programs (`inspect`): wiring, flags, map, rope, and what servers
 would do with it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from convert.target import TargetFacts
 from eagle3_jax.draft.config import NORM_FLAGS
 from eagle3_jax.draft.draft import Draft, assemble, read_checkpoint
 from eagle3_jax.draft.folder import canonical_names, read_folder
+from eagle3_jax.models.weights import shorten
 from eagle3_jax.taps import TapSet, UnknownTaps, likely_taps
 
 
@@ -63,8 +65,17 @@ def inspect(
         "target": checkpoint.facts.get("target"),
         "borrows": draft.missing,
         "servers": findings(folder),
-        "notes": notes_on(folder, target),
+        "notes": notes_on(folder, target) + _broken(not_finite(stored)),
     }
+
+
+def not_finite(stored: Mapping[str, np.ndarray]) -> list[str]:
+    """Names of the tensors that hold NaN or infinity."""
+    return sorted(name for name, array in stored.items() if not np.isfinite(array).all())
+
+
+def _broken(names: list[str]) -> list[str]:
+    return [f"{shorten(names)} holds NaN or infinity: no server can propose anything from it"] if names else []
 
 
 def _placeholder(raw: dict[str, Any], stored, where: str, error: UnknownTaps) -> TapSet:

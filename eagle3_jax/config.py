@@ -80,44 +80,114 @@ class DraftShape(_Strict):
 
 
 class OptimiserConfig(_Strict):
-    """AdamW on everything, or Muon on the matrices of the draft's blocks and AdamW on the rest."""
+    """AdamW on everything, or Muon on the matrices of the draft's blocks and AdamW on the rest.
+
+    warmup: share of the run with a rising rate. schedule: how it falls afterwards, to `final_rate` times the peak;
+    `wsd` stays at the peak until the last `decay` of the run and falls linearly there. clip: largest norm of the
+    gradients of all weights together, null for no limit. ema: decay of a moving average of the weights, which is then
+    what is evaluated and exported (0.999 looks back over some 1000 steps); null for none.
+    """
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     muon_learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.015
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.2
+    final_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip: Annotated[float, Field(gt=0)] = 0.5
+    clip: Annotated[float, Field(gt=0)] | None = 0.5
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+
+class LossConfig(_Strict):
+    """kind, of the draft's distribution q against the target's p, both over the draft vocabulary:
+
+    `kl` (p renormalised there; speculators) and `ce` (the same gradient, EAGLE, SpecForge, ModelOpt); `hard_ce`, -log q
+    of the target's choice; `lk_alpha`, -log sum min(p, q), the acceptance of sampling itself with p as it is (not
+    renormalised), and `lk_lambda`, which moves from kl to 1 - sum min(p, q) as that grows, at the pace of lk_decay.
+    out_of_vocabulary: slots whose target's choice the draft cannot say are kept in the mean (speculators, ModelOpt), or
+    left out of it (EAGLE, SpecForge); hard_ce has no label there and always leaves them out. In acceptance they are
+    misses, always.
+    """
+
+    kind: Literal["kl", "ce", "hard_ce", "lk_alpha", "lk_lambda"] = "kl"
+    lk_decay: Annotated[float, Field(ge=0)] = 3.0
+    out_of_vocabulary: Literal["keep", "skip"] = "keep"
 
 
 class TrainingConfig(_Strict):
-    """ttt_steps: unrolled draft steps. batch_rows: packed rows an optimiser step. features: see training.features; with
-    stored features `online` reads the files at each step.
+    """ttt_steps: unrolled draft steps, the loss of step s times step_decay^s. batch_rows: rows an optimiser step,
+    computed in `accumulate` parts one after another (less memory, the same weights). features: see training.features;
+    with stored features `online` reads the files at each step.
 
     train_head: the draft's head starts as the target's rows; false keeps it so (speculators since 0.5), which
     generalises better from little data.
+    train_embedding: the draft's embedding is the target's and stays so; true trains it (it must then be exported, and
+    some servers use the target's all the same).
+    feature_noise: amplitude of uniform noise on the target's features in training (0.05 in speculators).
+    remat: compute draft steps again in the backward pass instead of keeping their activations: less memory, a third
+    more time. teacher_chunk: tokens whose full-vocabulary logits of the target exist at a time.
     feature_loss: weight of the distance between the draft's output and the target's last hidden state one token on.
     EAGLE-3 trains without it (0); with little data it helps (docs/experiments.md).
     target_hub_id: the name under which servers load the target, where the path is no hub name (a GGUF, a local copy).
+    checkpoint_every: steps between checkpoints; the newest `keep_checkpoints` stay, and the best by held-out tau, which
+    is saved whenever an evaluation finds one.
     minutes: None, or a budget of training time: as many rows take part as it has room for in all `epochs` passes.
     """
 
     epochs: Positive = 10
     minutes: Annotated[float, Field(gt=0)] | None = None
     batch_rows: Positive = 8
+    accumulate: Positive = 1
     ttt_steps: Annotated[int, Field(ge=1, le=16)] = 3
     step_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     train_head: bool = True
+    train_embedding: bool = False
+    feature_noise: Annotated[float, Field(ge=0)] = 0.0
+    remat: bool = False
+    teacher_chunk: Positive = 1024
     feature_loss: Annotated[float, Field(ge=0)] = 0.0
     features: Literal["online", "ram"] = "online"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     target_hub_id: str | None = None
     seed: Annotated[int, Field(ge=0)] = 0
     checkpoint_every: Positive = 200
+    keep_checkpoints: Positive = 1
     evaluate_every: Positive = 100
     evaluate_steps: Annotated[int, Field(ge=1, le=16)] = 5
+
+
+class MeshConfig(_Strict):
+    """Devices, of all processes together (eagle3_jax/sharding.py): data x fsdp x tensor must be their number.
+
+    data: copies that see different rows, null for as many as the others leave. fsdp: the same, each keeping a part of
+    every weight. tensor: parts of the heads, of the MLP and of the vocabulary.
+    """
+
+    data: Positive | None = None
+    fsdp: Positive = 1
+    tensor: Positive = 1
+
+
+class EvaluationConfig(_Strict):
+    """After training, `count` prompts are answered for real (0: none), and tau stands beside the simulated one.
+
+    prompts: file of rows with `turns`; null takes what precedes the answers of held-out documents.
+    """
+
+    prompts: str | None = None
+    count: Annotated[int, Field(ge=0)] = 8
+    max_new_tokens: Positive = 128
+    strategy: Annotated[str, Field(pattern=r"^(chain:\d+|tree:\d+x\d+x\d+)$")] = "chain:5"
+
+
+class TrackingConfig(_Strict):
+    """to: trackers besides the console and metrics.jsonl, which are always written. project: its name there."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    project: str = "eagle3-jax"
 
 
 class Config(_Strict):
@@ -129,12 +199,21 @@ class Config(_Strict):
     data: DataConfig
     draft: DraftShape = DraftShape()
     optimiser: OptimiserConfig = OptimiserConfig()
+    loss: LossConfig = LossConfig()
     training: TrainingConfig = TrainingConfig()
+    mesh: MeshConfig = MeshConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
-    def _one_pre_norm(self):
+    def _consistent(self):
         if self.draft.norm_before_fc and self.draft.fc_norm:
             raise ValueError("draft.norm_before_fc and draft.fc_norm are both on; choose one")
+        if self.training.batch_rows % self.training.accumulate:
+            raise ValueError(
+                f"training.batch_rows {self.training.batch_rows} cannot be computed in {self.training.accumulate} "
+                "equal parts; training.accumulate must divide it"
+            )
         return self
 
     @property

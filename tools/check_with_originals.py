@@ -26,10 +26,13 @@ def make_environment(folder: Path, python: str, torch: str) -> Path:
     """The environment's interpreter; made unless it is there already."""
     interpreter = folder / "bin" / "python"
     if not (folder / ".ready").exists():
-        subprocess.run([python, "-m", "venv", folder], check=True)
         pip = [interpreter, "-m", "pip", "install", "--quiet"]
-        subprocess.run([*pip, torch, *NEEDED], check=True)
-        subprocess.run([*pip, "--no-deps", *LIBRARY], check=True)
+        try:
+            subprocess.run([python, "-m", "venv", "--clear", folder], check=True)  # pip cannot repair half an install
+            subprocess.run([*pip, torch, *NEEDED], check=True)
+            subprocess.run([*pip, "--no-deps", *LIBRARY], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            sys.exit(f"cannot make the environment / {folder} / {error}: try another --torch or --python")
         (folder / ".ready").touch()
     return interpreter
 

@@ -54,7 +54,7 @@ def convert_command(
     What the destination cannot express is refused by name; a failed conversion leaves no folder.
     """
     from convert.detect import FORMATS, detect
-    from convert.inspection import inspect, notes_on, render
+    from convert.inspection import inspect, not_finite, notes_on, render
     from convert.servers import Folder
     from eagle3_jax.draft.draft import assemble, checkpoint_of, refuse_unset_map
     from eagle3_jax.draft.folder import check_destination, read_folder, write_folder
@@ -69,6 +69,10 @@ def convert_command(
         raise UserError(f"--json names a folder / {json_file} / name a file")
     raw, stored = read_folder(place)
     layout = detect(raw, stored, str(place))
+    if broken := not_finite(stored):
+        raise UserError(
+            f"{broken[0]} holds NaN or infinity / {place} / take a checkpoint from before training diverged"
+        )
     checkpoint = checkpoint_of(raw, stored, place, _taps(taps), convention, facts.num_layers if facts else None)
     refuse_unset_map(checkpoint, str(place))
     draft = assemble(checkpoint, str(place))

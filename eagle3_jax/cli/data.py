@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.data_features import store_features
 from eagle3_jax.cli.data_inspect import inspect_data
 from eagle3_jax.cli.data_preview import preview_data
 from eagle3_jax.errors import UserError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Make training data and look at it.")
 data_app.command("preview")(preview_data)
 data_app.command("inspect")(inspect_data)
+data_app.command("features")(store_features)
 _LOG_EVERY = 60  # seconds between lines where no terminal can show a bar
 
 
@@ -42,6 +44,11 @@ def generate_data(
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Answers of each prompt; needs a temperature.")] = 1,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Ask an OpenAI-compatible server (http://HOST:PORT/v1), not our engine.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Its name at the endpoint; the first one if left out.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     dtype: DTypeOption = "bfloat16",
     json_file: JsonOption = None,
@@ -56,10 +63,14 @@ def generate_data(
 
     if prompts is not None:
         read_prompts(prompts)  # faults come before the model is loaded
-    loaded = open_target(target, dtype)
+    if endpoint is not None and prompts is None:
+        raise UserError("--endpoint cannot write prompts / give --prompts FILE")
+    if endpoint is None and model is not None:
+        raise UserError("--model names a model of an endpoint / give --endpoint URL, or leave it out")
     from eagle3_jax.data.answers import AnswerSettings, generate_answers
 
-    settings = AnswerSettings(max_prompt, max_new_tokens, slots, temperature, top_p, seed)
+    settings = AnswerSettings(max_prompt, max_new_tokens, slots, temperature, top_p, seed, samples)
+    loaded = open_target(target, dtype) if endpoint is None else None
     try:
         file = prompts or _self_prompts(loaded, self_prompt, out, seed, slots)
         with _bar("answers", "{tokens:,} tokens, {speed:.0f} tok/s") as update:
@@ -70,7 +81,14 @@ def generate_data(
                 speed = counts.tokens / max(time.perf_counter() - start, 1e-6)
                 update(done, counts.prompts, tokens=counts.tokens, speed=speed)
 
-            counts = generate_answers(loaded, file, out, settings, progress, limit)
+            if loaded is not None:
+                counts = generate_answers(loaded, file, out, settings, progress, limit)
+            else:
+                from eagle3_jax.data.endpoint import answers_from_endpoint
+                from eagle3_jax.models.target import load_tokenizer
+
+                tokenizer = load_tokenizer(target)
+                counts = answers_from_endpoint(endpoint, model, tokenizer, file, out, settings, progress, limit)
             seconds = time.perf_counter() - start
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"interrupted / {out} / run the same command again to go on") from error

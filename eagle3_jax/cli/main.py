@@ -15,6 +15,7 @@ from eagle3_jax.cli.data import data_app
 from eagle3_jax.cli.demo import demo_command
 from eagle3_jax.cli.doctor import doctor_command
 from eagle3_jax.cli.generate import generate_command
+from eagle3_jax.cli.report import report_command
 from eagle3_jax.cli.serve import serve_command
 from eagle3_jax.cli.train import train_command
 from eagle3_jax.errors import UserError
@@ -27,6 +28,7 @@ app.command("convert")(convert_command)
 app.command("inspect")(inspect_command)
 app.command("demo")(demo_command)
 app.command("train")(train_command)
+app.command("report")(report_command)
 app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")
 

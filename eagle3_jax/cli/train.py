@@ -8,6 +8,7 @@ import typer
 
 from eagle3_jax.cli.common import JsonOption, note, start_jax, write_json
 from eagle3_jax.config import load_config
+from eagle3_jax.errors import UserError
 
 
 def train_command(
@@ -19,17 +20,54 @@ def train_command(
     init_from: Annotated[
         str | None, typer.Option("--init-from", help="Start from a draft folder: its weights and vocabulary map.")
     ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Begin nothing; print parameters, memory, disk, steps and time.")
+    ] = False,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            help="One of several processes: HOST:PORT of the first, or `auto` where a cluster tells (Slurm, TPU)."
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="How many processes, with --coordinator HOST:PORT.")
+    ] = None,
+    process: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Trains an EAGLE-3 draft for a frozen target. Writes runs/NAME; Ctrl-C saves a checkpoint first."""
     settings = load_config(config, overrides or [])
+    _join(coordinator, processes, process)
     start_jax(settings.target.dtype)
+    if dry:
+        from eagle3_jax.training.dry_run import dry_run, lines
+
+        figures = dry_run(settings, None, init_from, note)
+        print("\n".join(lines(figures)))
+        write_json(json_file, figures)
+        return
     from eagle3_jax.training.trainer import train
 
     with TrainingProgress() as progress:
         result = train(settings, resume, init_from, progress=progress.update, say=note)
     write_json(json_file, result)
     print(json.dumps(result["heldout"]))
+
+
+def _join(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Makes this process one of several, before jax looks at its devices."""
+    if coordinator is None:
+        if processes is not None or process is not None:
+            raise UserError("--processes and --process need --coordinator HOST:PORT, the address of process 0")
+        return
+    import jax
+
+    if coordinator == "auto":
+        jax.distributed.initialize()
+        return
+    if processes is None or process is None or process >= processes:
+        raise UserError("--coordinator needs --processes N and --process I, from 0 to N-1 / or --coordinator auto")
+    jax.distributed.initialize(coordinator, processes, process)
 
 
 class TrainingProgress:

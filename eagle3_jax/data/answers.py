@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import prompt_ids
@@ -20,7 +21,8 @@ from eagle3_jax.speculate.slots import Request, generate_many
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """max_prompt, max_new_tokens: tokens; slots: sequences decoded together; temperature 0 = greedy.
+    """max_prompt, max_new_tokens: tokens; slots: sequences decoded together; temperature 0 = greedy; samples: answers
+    of each prompt, numbered together (answer s of prompt i has id i * samples + s).
 
     Raises UserError for values out of range.
     """
@@ -31,15 +33,22 @@ class AnswerSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    samples: int = 1
+
+    def facts(self) -> dict[str, Any]:
+        """What a file that is continued must have been begun with."""
+        return vars(self) | {"slots": None} | ({"samples": None} if self.samples == 1 else {})
 
     def __post_init__(self):
-        for name in ("max_prompt", "max_new_tokens", "slots"):
+        for name in ("max_prompt", "max_new_tokens", "slots", "samples"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)} / it must be at least 1")
         if not (self.temperature >= 0 and 0 < self.top_p <= 1):
             raise UserError(
                 f"temperature {self.temperature}, top_p {self.top_p} / temperature must be >= 0, top_p in (0, 1]"
             )
+        if self.samples > 1 and self.temperature == 0:
+            raise UserError(f"samples is {self.samples}, temperature 0 / greedy answers are all the same; raise it")
 
 
 @dataclass
@@ -77,13 +86,13 @@ def generate_answers(
             f"max_new_tokens is {settings.max_new_tokens}, the target's context is {target.config.max_positions} / "
             "ask for fewer"
         )
-    conversations = read_prompts(prompts)[:limit]
+    conversations = [turns for turns in read_prompts(prompts)[:limit] for _ in range(settings.samples)]
     facts = {
         "target": target.fingerprint["hash"],
         "prompts": hashlib.sha256(prompts.read_bytes()).hexdigest()[:16],
-        "settings": vars(settings) | {"slots": None},
+        "settings": settings.facts(),
     }
-    done = _begin_or_continue(out, facts)
+    done = begin_or_continue(out, facts)
     pending = {i: _Dialogue(turns) for i, turns in enumerate(conversations) if i not in done}
     counts = AnswerCounts(prompts=len(conversations), already_there=len(conversations) - len(pending))
     progress(counts)
@@ -112,7 +121,7 @@ def _finish(out: Path, index: int, dialogue: "_Dialogue", counts: AnswerCounts) 
     if not dialogue.ids:
         counts.too_long += 1
         return
-    _append(out, {"id": index, "input_ids": dialogue.ids, "loss_mask": dialogue.mask})
+    append_row(out, {"id": index, "input_ids": dialogue.ids, "loss_mask": dialogue.mask})
     counts.written += 1
 
 
@@ -201,7 +210,7 @@ def _differences(before: dict, now: dict) -> list[str]:
     return words
 
 
-def _begin_or_continue(out: Path, facts: dict) -> set[int]:
+def begin_or_continue(out: Path, facts: dict) -> set[int]:
     """Ids of the rows already in `out`, which is made ready to be appended to."""
     try:
         if not out.exists():
@@ -226,7 +235,7 @@ def _row_id(out: Path, line: int, raw: bytes) -> int:
         raise UserError(f"{out}:{line} is not a row of answers / remove the line or choose another --out") from error
 
 
-def _append(out: Path, row: dict) -> None:
+def append_row(out: Path, row: dict) -> None:
     try:
         with open(out, "a", encoding="utf-8") as file:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")

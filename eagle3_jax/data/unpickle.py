@@ -437,13 +437,19 @@ def _storage(storage_class: Any, items: Any, read: Callable[[], bytes]) -> _Stor
     return _Storage(dtype, items, read)
 
 
+def _is_text(data: bytes) -> bool:
+    """JSON and the like: no control characters but blanks in the first kilobyte."""
+    return all(byte >= 32 or byte in b"\t\n\r" for byte in data[:1024])
+
+
 def _read_legacy(data: bytes) -> Any:
     """The layout before torch 1.6: magic, protocol, machine facts, content, storage keys, then the storages."""
     stream = io.BytesIO(data)
     if b"ustar" in data[:512]:
         raise _Refusal("it is a tar of torch 0.1")
     if not data.startswith(b"\x80") or _run(stream, None) != _LEGACY_MAGIC:
-        raise _Refusal("it is neither a zip nor an old file of torch.save")
+        kind = "is empty" if not data else "is text" if _is_text(data) else "is no zip and no old file of torch.save"
+        raise _Refusal(f"it {kind}, not something torch.save wrote")
     if _run(stream, None) != _LEGACY_PROTOCOL or not _checked(_run(stream, None), dict)["little_endian"]:
         raise _Refusal("it was written by an unknown version or a big-endian machine")
     storages: dict[str, _Storage] = {}

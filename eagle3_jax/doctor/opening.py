@@ -16,9 +16,10 @@ from eagle3_jax.data.vocabulary import check_map, to_offsets
 from eagle3_jax.doctor.wiring import FLAGS, MAPS, Wiring
 from eagle3_jax.draft.config import DraftConfig
 from eagle3_jax.draft.draft import Draft, assemble, checkpoint_of, load_draft, read_checkpoint
+from eagle3_jax.draft.folder import read_folder
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target, resolve
-from eagle3_jax.models.weights import read_json, read_tensors, safetensors_files
+from eagle3_jax.models.weights import read_json
 from eagle3_jax.taps import UnknownTaps, WiringError, paper_taps
 
 
@@ -45,12 +46,11 @@ def open_draft(path: str | Path, target: Target) -> Opened:
         return _opened(stored, stored.config, to_offsets(stored.d2t), None, [], resolve(path))
     except (UserError, WiringError) as refusal:
         place = resolve(path)
-        raw = read_json(place / "config.json")
+        raw, tensors = read_folder(place)  # whose refusals stand: types, torn files
         if raw.get("speculators_model_type") != "eagle3":
             if not isinstance(refusal, UnknownTaps):
                 raise
             return _with_likely_taps(place, target, refusal)
-        tensors = dict(read_tensors(safetensors_files(place)))
         flags = {flag: bool(raw.get(flag, False)) for flag in FLAGS}
         offsets, member = tensors.get("d2t"), tensors.get("t2d")
         try:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from eagle3_jax.data.vocabulary import check_map, t2d, to_absolute, to_offsets
 from eagle3_jax.draft.config import DraftConfig, draft_config_from_speculators, draft_config_to_speculators
-from eagle3_jax.draft.folder import Tensors, canonical_names, read_folder, write_folder
+from eagle3_jax.draft.folder import Tensors, canonical_names, read_folder, stored_layers, write_folder
 from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.draft.ttt import document_positions, ttt_forward
 from eagle3_jax.errors import UserError
@@ -23,6 +23,7 @@ from eagle3_jax.models.weights import Graph, Params, abstract_params, fill, flat
 from eagle3_jax.taps import Taps, TapSet
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+_DTYPES = ("float32", "float16", "bfloat16")
 _LENT = "target_norm."  # parameters that only a target gives; no file holds them
 
 
@@ -67,7 +68,7 @@ class Draft:
         lent = {
             "embed_tokens": model["embed_tokens"],
             "lm_head": {"weight": target.params.get("lm_head", model["embed_tokens"])["weight"][jnp.asarray(self.d2t)]},
-            "target_norm": {"weight": model["norm"]["weight"], "eps": jnp.float32(target.config.rms_norm_eps)},
+            "target_norm": {"weight": target.final_norm, "eps": jnp.float32(target.config.rms_norm_eps)},
         }
         parts = {part: jax.tree.map(lambda a: a.astype(self.dtype), lent[part]) for part in self.missing}
         return self.with_params({**self.params, **parts})
@@ -219,18 +220,28 @@ def checkpoint_of(
 def assemble(checkpoint: Checkpoint, where: str, dtype: str | None = None) -> Draft:
     """The draft of a checkpoint. Raises UserError for a map, tensor or shape that does not fit."""
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    _check_layers(config, tensors, where)  # before a network of as many is made
     graph, shapes = draft_graph(config)
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
     d2t = _vocabulary_map(config, offsets, mask, where)
     _check_fc(config, tensors, where)
     full = config.draft_vocab_size == config.decoder.vocab_size
-    wide = [name for name, array in tensors.items() if array.dtype.itemsize > 4]
-    if wide:
-        raise UserError(f"{wide[0]} is {tensors[wide[0]].dtype} / {where} / store float32 or narrower")
+    other = [name for name, array in tensors.items() if str(array.dtype) not in _DTYPES]
+    if other:
+        raise UserError(
+            f"{other[0]} is {tensors[other[0]].dtype} / {where} / weights must be {', '.join(_DTYPES)}; a quantised or "
+            "double-precision draft has to be stored in one of them"
+        )
     optional = {EMBEDDING} | ({HEAD} if full else set())
     shapes = {n: s for n, s in shapes.items() if not n.startswith(_LENT) and (n in tensors or n not in optional)}
     params = fill(shapes, tensors.items(), None if dtype is None else jnp.dtype(dtype), where)
     return Draft(config, graph, params, d2t, checkpoint.facts)
+
+
+def _check_layers(config: DraftConfig, tensors: Tensors, where: str) -> None:
+    expected, stored = config.decoder.num_layers, stored_layers(tensors)
+    if expected > len(stored):
+        raise UserError(f"num_hidden_layers is {expected} but the file holds tensors of {len(stored)} layers / {where}")
 
 
 def _vocabulary_map(config: DraftConfig, offsets, mask, where: str) -> np.ndarray:

@@ -79,15 +79,24 @@ def _check_types(raw: dict[str, Any], where: str) -> None:
         wrong.append(("speculators_config.verifier", "an object"))
     if proposals is not None and not (isinstance(proposals, list) and all(isinstance(p, dict) for p in proposals)):
         wrong.append(("speculators_config.proposal_methods", "a list of objects"))
+    elif proposals and not _is_count(proposals[0].get("speculative_tokens", 1)):
+        wrong.append(("speculators_config.proposal_methods: speculative_tokens", "a count"))
+    verifier, facts = served.get("verifier"), inner.get("eagle3_jax", {}).get("target")
+    if isinstance(verifier, dict) and not isinstance(verifier.get("name_or_path"), str | None):
+        wrong.append(("speculators_config.verifier.name_or_path", "text"))
+    if not isinstance(facts, dict | None) or not isinstance((facts or {}).get("fingerprint"), dict | None):
+        wrong.append(("eagle3_jax.target and its fingerprint", "objects"))
     for prefix, part in (("", raw), ("eagle_config.", inner.get("eagle_config", {}))):
         wrong += [(prefix + key, "true or false") for key in _SWITCHES if not isinstance(part.get(key), bool | None)]
         counts = {key: part.get(key) for key in _COUNTS}
-        wrong += [
-            (prefix + key, "a count") for key, n in counts.items() if n is not None and (type(n) is not int or n < 1)
-        ]
+        wrong += [(prefix + key, "a count") for key, n in counts.items() if n is not None and not _is_count(n)]
     if wrong:
         expected = ", ".join(f"{key} must be {kind}" for key, kind in wrong)
         raise UserError(f"{where} has values of a wrong type / {expected}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
 
 
 def canonical_names(tensors: Mapping[str, np.ndarray], where: str) -> Tensors:
@@ -106,6 +115,11 @@ def canonical_names(tensors: Mapping[str, np.ndarray], where: str) -> Tensors:
             raise UserError(f"{came_from[new]} and {name} are the same tensor ({new}) / {where} / remove one of them")
         renamed[new], came_from[new] = array, name
     return renamed
+
+
+def stored_layers(tensors: Mapping[str, np.ndarray]) -> set[str]:
+    """The numbers, as written, of the layers that tensors belong to."""
+    return {name.split(".")[1] for name in tensors if name.startswith("layers.")}
 
 
 def write_folder(place: Path, config: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> None:

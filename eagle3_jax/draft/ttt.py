@@ -25,18 +25,25 @@ def ttt_forward(
     positions: Int[Array, "B T"],
     document_ids: Int[Array, "B T"],
     steps: int,
+    remat: bool = False,
 ) -> tuple[list[Float[Array, "B slots Vd"]], list[Float[Array, "B slots H"]]]:
     """Draft logits of each step, S arrays [B, T-1, Vd] float32, and its outputs y before the final norm [B, T-1, H].
 
-    Both are meaningful where `slot_valid` says so.
+    Both are meaningful where `slot_valid` says so. remat: compute each step again in the backward pass instead of
+    keeping its activations (scores of T x T among them), so that memory grows with one step and not with all.
     """
     slots = ids.shape[1] - 1
     attend = _ttt_attention(document_ids[:, :-1])
     hidden = model.project(taps.map(lambda a: a[:, :-1]))
     caches: tuple = ((),) * len(model.layers)
     logits, outputs = [], []
+
+    def one(hidden, tokens, places, caches):
+        return model(hidden, tokens, places, attend, caches)
+
+    one = jax.checkpoint(one) if remat else one
     for step in range(steps):
-        y, caches = model(hidden, shift(ids, 1 + step)[:, :slots], positions[:, :-1] + step, attend, caches)
+        y, caches = one(hidden, shift(ids, 1 + step)[:, :slots], positions[:, :-1] + step, caches)
         logits.append(model.logits(y))
         outputs.append(y)
         hidden = model.feedback(y)

@@ -260,6 +260,13 @@ def counts(config: dict[str, Any], where: str, *keys: str) -> None:
         raise UserError(f"{where} has {', '.join(wrong)} / they must be positive integers")
 
 
+def positive_numbers(config: dict[str, Any], where: str, *keys: str) -> None:
+    """UserError unless each of these keys holds a positive number or null."""
+    wrong = [f"{k} {v!r}" for k in keys if (v := config.get(k)) is not None and (type(v) not in (int, float) or v <= 0)]
+    if wrong:
+        raise UserError(f"{where} has {', '.join(wrong)} / they must be positive numbers")
+
+
 def _windows(config: dict[str, Any], where: str) -> tuple[int | None, ...]:
     """The windows of a draft's layers, as transformers reads sliding_window, use_sliding_window and layer_types."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
@@ -282,6 +289,20 @@ def kinds_from_layer(config: dict[str, Any], first: int) -> list[str]:
 def kinds_by_period(config: dict[str, Any], period: int) -> list[str]:
     """Layer types of Gemma and gpt-oss: every `period`-th layer has full attention, the others a window."""
     return [SLIDING if (layer + 1) % period else FULL for layer in range(config["num_hidden_layers"])]
+
+
+def one_window(config: dict[str, Any], where: str, window: Any) -> tuple[int | None, ...]:
+    """DecoderConfig.windows of families in which all layers have the same window or none (None).
+
+    Raises UserError for layer_types that say otherwise: transformers ignores them here, some servers do not.
+    """
+    kinds = [FULL if window is None else SLIDING] * config["num_hidden_layers"]
+    if config.get("layer_types") not in (None, [], kinds):
+        raise UserError(
+            f"{where} has sliding_window {window} and layer_types that differ from it, which transformers ignores in "
+            f"this family / remove layer_types, or make all of them {kinds[0]}"
+        )
+    return windows_of(config, where, kinds, window)
 
 
 def windows_of(config: dict[str, Any], where: str, kinds: list[str], window: Any) -> tuple[int | None, ...]:
@@ -313,13 +334,15 @@ def check_types(config: dict[str, Any], where: str) -> None:
     counts = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
     wrong = [key for key in counts if type(config[key]) is not int or config[key] < 1]
-    wrong += [key for key in optional if config.get(key) and (type(config[key]) is not int or config[key] < 1)]
+    given = {key: config[key] for key in optional if config.get(key) is not None}
+    wrong += [key for key, value in given.items() if type(value) is not int or value < 1]
     switches = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
     wrong += [key for key in switches if not isinstance(config.get(key), bool | None)]
     wrong += ["layer_types"] if not isinstance(config.get("layer_types"), list | None) else []
     wrong += ["quantization_config"] if not isinstance(config.get("quantization_config"), dict | None) else []
     eps = config.get("rms_norm_eps", 1e-6)
-    wrong += ["rms_norm_eps"] if isinstance(eps, bool) or not isinstance(eps, int | float) else []
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
+        wrong.append("rms_norm_eps")
     if wrong:
         values = ", ".join(f"{key} {config.get(key)!r}" for key in wrong)
         raise UserError(f"{where} has values that mean nothing: {values} / correct them")

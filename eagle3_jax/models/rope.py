@@ -132,7 +132,7 @@ def _factors(key: str, values: Any, count: int) -> tuple[float, ...]:
 def _check_numbers(values: dict[str, Any]) -> None:
     for key, value in values.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and (value > 0 or (value == 0 and key.startswith("mscale")))):
+        if value is not None and not (number and (0 < value < math.inf or (value == 0 and key.startswith("mscale")))):
             raise UserError(f"{key} in config.json is {value!r} / it must be a positive number")
 
 

@@ -62,6 +62,11 @@ class Target:
     def dtype(self):
         return self.params["model"]["embed_tokens"]["weight"].dtype
 
+    @property
+    def final_norm(self) -> jax.Array:
+        """What the final norm multiplies by [H], float32: its weight, with Gemma's offset."""
+        return self.params["model"]["norm"]["weight"].astype(jnp.float32) + self.config.norm_offset
+
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         return target_fingerprint(self.config, self.params)
@@ -120,7 +125,7 @@ def load_target(path: str | Path, dtype: str = "bfloat16", family: Family | None
     if place.suffix == ".gguf":
         raw = gguf.gguf_config(place)
         family = family or family_of(raw, str(place))
-        tensors = gguf.gguf_tensors(place)
+        tensors = with_progress(gguf.gguf_tensors(place), None, place.name)
         (tokenizer, no_tokenizer), generation = _gguf_tokenizer(place), {}
     else:
         raw = read_json(place / "config.json")
@@ -137,6 +142,15 @@ def load_target(path: str | Path, dtype: str = "bfloat16", family: Family | None
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
     end_tokens = _end_tokens(raw, generation)
     return Target(str(place), config, graph, params, tokenizer, end_tokens, hub_id, no_tokenizer, family.architecture)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a target alone, without its weights. UserError if it has none."""
+    place = resolve(path)
+    tokenizer, reason = _gguf_tokenizer(place) if place.suffix == ".gguf" else (_folder_tokenizer(place), None)
+    if tokenizer is None:
+        raise UserError(f"the target has no tokenizer / {place} / {reason or 'add its tokenizer files to the folder'}")
+    return tokenizer
 
 
 def resolve(path: str | Path, also: tuple[str, ...] = ()) -> Path:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,13 +31,19 @@ def safetensors_files(folder: Path) -> list[Path]:
     elif (folder / "model.safetensors").exists():
         names = ["model.safetensors"]
     else:
-        names = sorted(p.name for p in folder.glob("*.safetensors"))
+        names = sorted({name for p in folder.glob("*.safetensors") for name in _shards(p.name)})
     if not names:
         raise UserError(f"no *.safetensors file in {folder} / point to a model folder with safetensors weights")
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        raise UserError(f"{folder} lacks the weight file(s) {', '.join(missing)} / complete the download")
+        raise UserError(f"{folder} lacks the weight file(s) {shorten(missing)} / complete the download")
     return [folder / name for name in names]
+
+
+def _shards(name: str) -> list[str]:
+    """All names of a set of shards that a name like model-00001-of-00003.safetensors says it belongs to."""
+    shard = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.safetensors)", name)
+    return [f"{shard[1]}{i + 1:05d}{shard[2]}" for i in range(int(shard[3]))] if shard else [name]
 
 
 class TensorFiles:
@@ -107,8 +114,8 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
     yield from TensorFiles(files).items()
 
 
-def with_progress(tensors: Iterable[tuple], total: int, title: str) -> Iterable[tuple]:
-    """The same tensors; on a terminal, with a bar on stderr that shows how many of `total` have been read."""
+def with_progress(tensors: Iterable[tuple], total: int | None, title: str) -> Iterable[tuple]:
+    """The same tensors; on a terminal, with a bar on stderr: how many of `total` (None: unknown) have been read."""
     if not sys.stderr.isatty():
         return tensors
     from rich.console import Console

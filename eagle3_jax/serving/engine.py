@@ -39,6 +39,7 @@ from eagle3_jax.speculate.strategy import Strategy, parse_strategy
 _log = logging.getLogger("eagle3_jax.serving")
 _AUTO = "auto"
 _MENU = ("chain:1", "chain:2", "chain:3")  # what "auto" chooses from besides plain where nothing is named
+_MOST_STRATEGIES = 16  # compiled at start and named by requests later: programs stay in memory
 
 
 @dataclass
@@ -160,16 +161,28 @@ class Engine:
         if self._draft is None or request.grammar is not None:
             return "plain"  # a grammar says what may come after a token only when that token is committed
         name = self.settings.strategy if request.strategy is None else request.strategy
-        name = name if name == _AUTO else parse_strategy(name).text
-        if name not in (_AUTO, *self.strategies):
-            raise UserError(f"strategy {name} is not compiled / this server has auto, {', '.join(self.strategies)}")
-        return name
+        if name == _AUTO:
+            return name
+        strategy = parse_strategy(name)
+        if strategy.text not in self.strategies:
+            self._check_new(strategy)
+        return strategy.text
+
+    def _check_new(self, strategy: Strategy) -> None:
+        """A strategy that nothing was compiled for is compiled by its first rounds, if it fits into the slots."""
+        has = f"this server has auto, {', '.join(self.strategies)}"
+        _check_width(strategy, self._draft)
+        if not self._runner.has_room(strategy):
+            raise UserError(f"strategy {strategy.text} reads more tokens a round than fit into a slot here / {has}")
+        if len(self.strategies) >= _MOST_STRATEGIES:
+            raise UserError(f"strategy {strategy.text} is not compiled, and no more will be / {has}")
 
     def _submit(self, request: Request, deliver: Callable[[Delta], None]) -> Sequence:
         params, settings = spread(request.params, 1)[0], self.settings
         request = replace(request, params=params)  # with a seed of its own if it had none
         room = min(params.max_new_tokens, settings.max_len - len(request.prompt))
-        sequence = Sequence(request, self._strategy_of(request), params.stops(self._target), room, deliver)
+        strategy = self._strategy_of(request)
+        sequence = Sequence(request, strategy, params.stops(self._target), room, deliver)
         with self._changed:
             if not self._accepting:
                 raise EngineStopped(self.error or "the server is shutting down / ask another one")
@@ -177,6 +190,8 @@ class Engine:
                 raise QueueFull(max(1.0, self._counts.seconds * (1 + settings.queue / settings.slots) / 2))
             if request.request_id in self._live:
                 raise UserError(f"request id {request.request_id!r} is in use / give each request its own")
+            if strategy != _AUTO:
+                self.strategies.setdefault(strategy, parse_strategy(strategy))
             self._live[request.request_id] = sequence
             self._inbox.append(sequence)
             self._changed.notify_all()
@@ -369,11 +384,16 @@ def _compiled(draft: Draft | None, settings: Settings) -> dict[str, Strategy]:
     elif settings.strategy == _AUTO and not names:
         names = _MENU
     shapes = [parse_strategy(name) for name in ("plain", *names) if name != _AUTO]
-    if too_wide := [s.text for s in shapes if draft is not None and s.top_k > draft.config.draft_vocab_size]:
-        raise UserError(
-            f"strategy {too_wide[0]} / the draft's vocabulary has {draft.config.draft_vocab_size} tokens / lower K"
-        )
+    for shape in shapes:
+        _check_width(shape, draft)
     return {shape.text: shape for shape in shapes}
+
+
+def _check_width(strategy: Strategy, draft: Draft | None) -> None:
+    if draft is not None and strategy.top_k > draft.config.draft_vocab_size:
+        raise UserError(
+            f"strategy {strategy.text} / the draft's vocabulary has {draft.config.draft_vocab_size} tokens / lower K"
+        )
 
 
 def _logprobs(outcome: Outcome, i: int, j: int, count: int) -> TokenLogprobs:

@@ -13,7 +13,7 @@ nothing is compiled while serving.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,7 +35,13 @@ from eagle3_jax.speculate.scores import Scores, scores, sound
 from eagle3_jax.speculate.strategy import Strategy
 from eagle3_jax.taps import LastHidden, Taps
 
+_ROOM = 34  # entries of a slot beyond its text, which most strategies can do with
 _NARROW = 16  # prompt tokens read at once where there are no more
+
+
+def slot_room(strategies: Iterable[Strategy]) -> int:
+    """Entries of a slot beyond its text: what rounds of these strategies need, and of most others."""
+    return max(UNREAD, _ROOM, *(cache_room(strategy, batch=1) for strategy in strategies))
 
 
 class LastRead(NamedTuple):
@@ -57,8 +63,9 @@ class Outcome(NamedTuple):
 class Runner:
     """The caches of `slots` rows for texts of max_len tokens, and the programs over them.
 
-    strategies: by their text. costs: seconds a round of each, for each number of requests that rounds are compiled for;
-    known after `warm_up` where there is a choice.
+    strategies: by their text; more may come, whose rounds compile when they first run. costs: seconds a round of those
+    there are at start, for each number of requests that rounds are compiled for; known after `warm_up` where there is a
+    choice.
     """
 
     def __init__(
@@ -73,7 +80,9 @@ class Runner:
         self.models, self.weights = pair(target, draft)
         self._target, self._draft, self._slots, self._strategies = target, draft, slots, strategies
         self._chunk = min(chunk, max_len)
-        self.entries = max_len + max(UNREAD, *(cache_room(strategy, batch=1) for strategy in strategies.values()))
+        self._room = slot_room(strategies.values())
+        self.entries = max_len + self._room
+        self._known = tuple(strategies.values())  # at start; requests may name more
         self.costs: dict[int, dict[Strategy, float]] = {}
         self._neutral = [True] * slots
         self._unread = np.zeros(slots + 1, np.int32)  # plain rounds of each slot that the draft has not read
@@ -91,10 +100,10 @@ class Runner:
         for size in _buckets(self._slots):
             if self.models.draft is not None:
                 self._catch_up(np.full(size, nowhere, np.int32))
-            for name in self._strategies:
+            for strategy in self._known:
                 for everything in (False, True):
-                    self.round(name, [nowhere] * size, [everything] * size, everything)
-            if len(self._strategies) > 1:
+                    self.round(strategy.text, [nowhere] * size, [everything] * size, everything)
+            if len(self._known) > 1:
                 self.costs[size] = self._measure(size)
 
     def _measure(self, size: int) -> dict[Strategy, float]:
@@ -103,9 +112,12 @@ class Runner:
         def run(strategy: Strategy) -> None:
             self.round(strategy.text, [self._slots] * size, [False] * size, False)
 
-        strategies = list(self._strategies.values())
         key = cost_key(self._target, self._draft, size, self.entries, ["slots", str(self._slots)])
-        return known_costs(key, strategies, lambda: time_each(run, strategies))
+        return known_costs(key, self._known, lambda: time_each(run, self._known))
+
+    def has_room(self, strategy: Strategy) -> bool:
+        """Whether a slot has entries enough beyond its text for rounds of a strategy."""
+        return cache_room(strategy, batch=1) <= self._room
 
     def bucket(self, count: int) -> int:
         """For how many requests the round is compiled that `count` requests have."""

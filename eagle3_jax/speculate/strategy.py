@@ -105,11 +105,14 @@ PLAIN = Strategy(depth=0)
 
 
 def parse_strategy(strategy: str | Iterable[Sequence[int]]) -> Strategy:
-    """The strategy of a string or of a list of paths. Raises UserError for anything else."""
+    """The strategy of a string or of a list of paths. Raises UserError for anything else.
+
+    "tree:D,K,N" is taken as well, for requests to a server; command lines separate strategies by commas.
+    """
     if not isinstance(strategy, str):
         return _static(strategy)
     kind, _, numbers = strategy.partition(":")
-    fields = [int(n) if n.isascii() and n.isdigit() else 0 for n in numbers.split("x")]
+    fields = [int(n) if n.isascii() and n.isdigit() else 0 for n in numbers.replace(",", "x").split("x")]
     if strategy == "plain":
         return PLAIN
     if kind == "chain" and len(fields) == 1 and 1 <= fields[0] <= MAX_DEPTH:

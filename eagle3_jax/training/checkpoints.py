@@ -47,19 +47,19 @@ def _tau(metrics: dict[str, float]) -> float:
 
 
 class Checkpoints:
-    """The newest checkpoint of a run and the best by held-out tau. A save is complete or invisible."""
+    """The newest `keep` checkpoints of a run and the best by held-out tau. A save is complete or invisible."""
 
-    def __init__(self, folder: Path, facts: dict[str, Any]):
+    def __init__(self, folder: Path, facts: dict[str, Any], keep: int = 1):
         self._facts = facts
-        keep = ocp.checkpoint_managers.AnyPreservationPolicy(
+        policy = ocp.checkpoint_managers.AnyPreservationPolicy(
             [
-                ocp.checkpoint_managers.LatestN(1),
+                ocp.checkpoint_managers.LatestN(keep),
                 ocp.checkpoint_managers.BestN(get_metric_fn=_tau, n=1, keep_checkpoints_without_metrics=False),
             ]
         )
         # best_fn besides the policy: without it orbax stores no metrics and takes the newest for the best.
         options = ocp.CheckpointManagerOptions(
-            best_fn=_tau, preservation_policy=keep, cleanup_tmp_directories=True, enable_async_checkpointing=False
+            best_fn=_tau, preservation_policy=policy, cleanup_tmp_directories=True, enable_async_checkpointing=False
         )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
         self._folder = folder
@@ -107,12 +107,21 @@ class Checkpoints:
         except (OSError, ValueError, KeyError) as error:
             if isinstance(error, AssertionError):
                 raise
-            raise UserError(f"checkpoint {step} cannot be read / {self._folder} / {error}") from error
+            words = " ".join(str(error).split())
+            raise UserError(
+                f"checkpoint {step} cannot be read / {self._folder} / {words} / remove it to go on from an earlier one"
+            ) from error
         return state, extra, step
 
     def best_step(self) -> int | None:
         """The step with the highest held-out tau, the later of equals; None if there is none."""
         return self._manager.best_step()
+
+    @property
+    def best_tau(self) -> float:
+        """The highest held-out tau of the checkpoints there are; 0 if none has one."""
+        best = self.best_step()
+        return 0.0 if best is None else self._manager.metrics(best)["simulated_tau"]
 
     def close(self) -> None:
         self._manager.close()

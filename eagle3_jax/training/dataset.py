@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle3_jax.data import foreign
+from eagle3_jax.data import foreign, store
 from eagle3_jax.data.foreign import identify
 from eagle3_jax.data.foreign.masks import with_masks
 from eagle3_jax.data.foreign.sample import Sample
@@ -86,7 +86,14 @@ def read_documents(
 
 
 def _stored_documents(files: list[str], target: Target, loss_masks: str | None) -> Documents:
-    samples = [foreign.open_sample(path) for file in files for path in foreign.sample_files(file)]
+    samples = []
+    for file in files:
+        if store.is_store(file):
+            opened = store.FeatureStore(file)
+            opened.require_target(target.fingerprint, target.path)
+            samples += opened.samples()
+        else:
+            samples += [foreign.open_sample(path) for path in foreign.sample_files(file)]
     for sample in samples:
         identify.check_fits(sample, target)
     samples = with_masks(samples, loss_masks)

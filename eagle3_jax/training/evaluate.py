@@ -21,7 +21,7 @@ def simulate(
     last round is cut at its end here and not there.
     """
     draft = draft.bind(target)
-    setup = Setup(target.graph, draft.graph, draft.taps, None, depth, 1.0, 0.0, str(draft.dtype))
+    setup = Setup(target.graph, draft.graph, draft.taps, None, depth, compute_dtype=str(draft.dtype))
     frozen = Frozen(target.params, draft.params, jnp.asarray(draft.d2t))
     meter = AcceptanceMeter(depth)
     for _, batch in batches_in_order(pack(documents, length), batch_rows):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.draft.ttt import document_positions
 from eagle3_jax.models.attention import causal
@@ -19,11 +19,12 @@ from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 from eagle3_jax.training.loss import Teacher
 
-_SLOTS = 512  # of which full-vocabulary logits exist at once
+CHUNK = 1024  # tokens whose full-vocabulary logits exist at a time
 
 
 class Features(NamedTuple):
-    """taps: Taps of [B, T, H]; last: [B, T, H]; argmax: int32 [B, T], the target's choice.
+    """taps: Taps of [B, T, H]; last: [B, T, H]; argmax: int32 [B, T], the target's choice; normaliser: float32 [B, T],
+    log-sum-exp of its full-vocabulary logits.
 
     last says whether it is before the final norm (always so when computed here) or after it (some stored features).
     """
@@ -31,32 +32,51 @@ class Features(NamedTuple):
     taps: Taps
     last: LastHidden
     argmax: Int[Array, "B T"]
+    normaliser: Float[Array, "B T"]
 
 
 def target_features(
-    graph: Graph, taps: TapSet, params: Params, ids: Int[Array, "B T"], document_ids: Int[Array, "B T"]
+    graph: Graph,
+    taps: TapSet,
+    params: Params,
+    ids: Int[Array, "B T"],
+    document_ids: Int[Array, "B T"],
+    chunk: int = CHUNK,
 ) -> Features:
-    """One forward of the target over packed rows; attention and positions restart at each document."""
+    """One forward of the target over packed rows; attention and positions restart at each document.
+
+    chunk: see `choices`.
+    """
     model: CausalLM = graph.merge(params)
     last, tapped, _ = model(ids, document_positions(document_ids), causal(document_ids), taps=taps)
-    return Features(tapped, last, _choices(model, last))
+    return Features(tapped, last, *choices(model, last, chunk))
 
 
-def complete(graph: Graph, params: Params, taps: Taps, last: LastHidden) -> Features:
+def complete(graph: Graph, params: Params, taps: Taps, last: LastHidden, chunk: int = CHUNK) -> Features:
     """Features from stored states: the target's choice follows from the last one, no block of the target runs."""
-    return Features(taps, last, _choices(graph.merge(params), last))
+    return Features(taps, last, *choices(graph.merge(params), last, chunk))
 
 
-def _choices(model: CausalLM, last: LastHidden) -> Int[Array, "B T"]:
-    """The full-vocabulary argmax at each token."""
+def choices(model: CausalLM, last: LastHidden, chunk: int = CHUNK) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """The full-vocabulary argmax at each token, and the log-sum-exp of its logits.
 
-    # A few slots at a time: full-vocabulary logits of long rows would be the largest array of the step by far.
-    def choice(slot: jax.Array) -> jax.Array:
-        normed = LastHidden(slot, last.normed).after_norm(model.model.norm)
-        return jnp.argmax(model.normed_logits(normed), axis=-1).astype(jnp.int32)
+    Full-vocabulary logits of a whole batch would be the largest array of the step: they are made for about `chunk`
+    tokens at a time (chunk x vocabulary x 4 bytes), the same columns of every row, so that rows stay on their devices.
+    """
+    rows, tokens, size = last.array.shape
+    columns = max(chunk // rows, 1)
+    count = -(-tokens // columns)
+    padded = jnp.pad(last.array, ((0, 0), (0, count * columns - tokens), (0, 0)))
+    parts = padded.reshape(rows, count, columns, size).swapaxes(0, 1)
 
-    slots = last.array.reshape(-1, last.array.shape[-1])
-    return jax.lax.map(choice, slots, batch_size=_SLOTS).reshape(last.array.shape[:-1])
+    def part(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+        normed = LastHidden(array, last.normed).after_norm(model.model.norm)
+        logits = model.normed_logits(normed)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), jax.nn.logsumexp(logits, axis=-1)
+
+    found = jax.lax.map(part, parts)
+    argmax, normaliser = (array.swapaxes(0, 1).reshape(rows, -1)[:, :tokens] for array in found)
+    return argmax, normaliser
 
 
 def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "Vd"]) -> Teacher:
@@ -66,7 +86,8 @@ def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "V
     """
     model: CausalLM = graph.merge(params)
     normed = features.last.after_norm(model.model.norm)
-    return Teacher(model.normed_logits(normed, d2t), features.argmax)
+    logits = model.normed_logits(normed, d2t)
+    return Teacher(logits, features.argmax, features.normaliser, d2t[jnp.argmax(logits, axis=-1)] == features.argmax)
 
 
 class FeatureCache:

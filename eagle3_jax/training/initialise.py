@@ -1,5 +1,6 @@
 """First weights of a draft: random, or grown from the target's last block."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,6 +12,7 @@ from eagle3_jax.draft.config import DraftConfig
 from eagle3_jax.draft.draft import Draft, draft_graph, new_draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.rope import RopeConfig
 from eagle3_jax.models.target import Target
 from eagle3_jax.models.weights import Params, flatten, insert
 from eagle3_jax.taps import TapSet, paper_taps
@@ -19,6 +21,7 @@ from eagle3_jax.taps import TapSet, paper_taps
 def draft_config(shape: DraftShape, target: Target) -> DraftConfig:
     """The draft's static facts for this target: its width, heads and rope; everything else from the config."""
     own = target.config
+    head_dim, rope = _head(own)
     decoder = DecoderConfig(
         vocab_size=own.vocab_size,
         hidden_size=own.hidden_size,
@@ -26,9 +29,9 @@ def draft_config(shape: DraftShape, target: Target) -> DraftConfig:
         num_layers=shape.num_layers,
         num_heads=own.num_heads,
         num_kv_heads=own.num_kv_heads,
-        head_dim=own.head_dim,
+        head_dim=head_dim,
         rms_norm_eps=own.rms_norm_eps,
-        rope=own.rope,
+        rope=rope,
         max_positions=own.max_positions,
     )
     taps = paper_taps(own.num_layers) if shape.taps == "paper" else TapSet(shape.taps)
@@ -40,6 +43,19 @@ def draft_config(shape: DraftShape, target: Target) -> DraftConfig:
         target_hidden_size=own.hidden_size,
         **{flag: getattr(shape, flag) for flag in flags},
     )
+
+
+def _head(own: DecoderConfig) -> tuple[int, RopeConfig]:
+    """Size and rotation of the draft's heads, which are plain attention whatever the target's are.
+
+    The target's own, but for what servers' drafts do not have: latent attention gets heads of hidden / heads, a
+    rotation of a part of a head becomes one of all of it, and LongRoPE, whose factors belong to the target's weights,
+    a plain one.
+    """
+    head_dim = own.head_dim if own.latent is None else max(2 * (own.hidden_size // own.num_heads // 2), 2)
+    if own.rope.kind == "longrope":
+        return head_dim, RopeConfig(head_dim, own.rope.theta, "default", own.rope.max_positions)
+    return head_dim, dataclasses.replace(own.rope, head_dim=head_dim)
 
 
 def initial_draft(shape: DraftShape, target: Target, d2t: np.ndarray, seed: int, facts: dict) -> Draft:
@@ -54,7 +70,7 @@ def initial_draft(shape: DraftShape, target: Target, d2t: np.ndarray, seed: int,
         insert(params, name, value)
     head = target.params.get("lm_head", target.params["model"]["embed_tokens"])["weight"]
     params["lm_head"]["weight"] = head[jnp.asarray(d2t)].astype(jnp.float32)
-    params["norm"]["weight"] = target.params["model"]["norm"]["weight"].astype(jnp.float32)
+    params["norm"]["weight"] = target.final_norm
     params["embed_tokens"]["weight"] = target.params["model"]["embed_tokens"]["weight"]
     if shape.initialise == "last_block":
         _grow_from_last_block(params, config, target, shape.last_tap_scale)
@@ -67,11 +83,15 @@ def _grow_from_last_block(params: Params, config: DraftConfig, target: Target, l
     In the first layer, whose q/k/v read [embedding, hidden], the hidden half is the block's and the embedding half
     starts small and random.
     """
-    has_bias = target.config.attention_bias or target.config.mlp_bias
-    if config.decoder.intermediate_size != target.config.intermediate_size or has_bias:
-        raise UserError("draft.initialise: last_block needs the target's own block shape / leave out the size or bias")
-    block = target.params["model"]["layers"][target.num_layers - 1]
-    size = config.decoder.hidden_size
+    block, size = target.params["model"]["layers"][target.num_layers - 1], config.decoder.hidden_size
+    wanted = {name: array.shape for name, array in flatten(params["layers"][0]).items() if name != "hidden_norm.weight"}
+    for name in (f"self_attn.{p}_proj.weight" for p in "qkv"):
+        wanted[name] = (wanted[name][0], size)  # the hidden half
+    if {name: array.shape for name, array in flatten(block).items()} != wanted or target.config.norm_offset:
+        raise UserError(
+            "draft.initialise: last_block needs a target whose blocks are those of a draft (Llama's, without biases) "
+            "and the target's own intermediate_size / set draft.initialise: random"
+        )
     for layer in range(config.decoder.num_layers):
         own = params["layers"][layer]
         for name, value in flatten(block).items():

@@ -1,7 +1,7 @@
 """TTT loss and acceptance counts (paper section 3.2; spec section 4.3).
 
-Loss of step s: KL(p || q) over the draft vocabulary, p the target's distribution at token t+1+s restricted to that
-vocabulary and renormalised, averaged over supervised slots (mask of token t+1+s); steps are summed with weight decay^s.
+Loss of step s: a divergence of the draft's distribution at slot t from the target's at token t+1+s, averaged over
+supervised slots (mask of token t+1+s); steps are summed with weight decay^s. `LossOptions.kind` says which divergence.
 """
 
 from typing import NamedTuple
@@ -13,15 +13,31 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.draft.ttt import shift, slot_valid
 
 
-class Teacher(NamedTuple):
-    """What the target says at each token of a batch.
+class LossOptions(NamedTuple):
+    """Static facts of the loss: see config.LossConfig."""
 
-    logits: float32 [B, T, Vd], its logits over the draft vocabulary. argmax: int32 [B, T], its full-vocabulary choice,
-    as a target id. Both at token t speak of token t+1.
+    kind: str = "kl"
+    decay: float = 1.0
+    skip_uncovered: bool = False
+    lk_decay: float = 3.0
+    feature: float = 0.0
+
+
+KL = LossOptions()
+
+
+class Teacher(NamedTuple):
+    """What the target says at each token of a batch; at token t it speaks of token t+1.
+
+    logits: its logits over the draft vocabulary. argmax: its full-vocabulary choice, as a target id. normaliser: the
+    log-sum-exp of its full-vocabulary logits (for the LK losses). covered: whether its choice is in the draft
+    vocabulary (where the loss asks).
     """
 
-    logits: Float[Array, "B T Vd"]
-    argmax: Int[Array, "B T"]
+    logits: Float[Array, "B T Vd"] | None
+    argmax: Int[Array, "B T"] | None = None
+    normaliser: Float[Array, "B T"] | None = None
+    covered: Bool[Array, "B T"] | None = None
 
 
 def supervised(loss_mask: Bool[Array, "B T"], document_ids: Int[Array, "B T"], step: int) -> Bool[Array, "B slots"]:
@@ -35,20 +51,81 @@ def kl_divergence(target: Float[Array, "*rows Vd"], draft: Float[Array, "*rows V
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
-def ttt_loss(
-    step_logits: list[Float[Array, "B slots Vd"]],
-    teacher_logits: Float[Array, "B T Vd"],
+def soft_cross_entropy(target: Float[Array, "*rows Vd"], draft: Float[Array, "*rows Vd"]) -> Float[Array, "*rows"]:
+    """-sum p log q from logits, per row: the KL divergence plus the target's entropy, so of the same gradient."""
+    return -jnp.sum(jax.nn.softmax(target, axis=-1) * jax.nn.log_softmax(draft, axis=-1), axis=-1)
+
+
+def hard_cross_entropy(target: Float[Array, "*rows Vd"], draft: Float[Array, "*rows Vd"]) -> Float[Array, "*rows"]:
+    """-log q of the target's likeliest token of the draft vocabulary, per row."""
+    label = jnp.argmax(target, axis=-1)[..., None]
+    return -jnp.take_along_axis(jax.nn.log_softmax(draft, axis=-1), label, axis=-1)[..., 0]
+
+
+def overlap(
+    target: Float[Array, "*rows Vd"], normaliser: Float[Array, "*rows"], draft: Float[Array, "*rows Vd"]
+) -> Float[Array, "*rows"]:
+    """sum min(p, q) per row: the probability that speculative sampling at temperature 1 accepts the draft's token.
+
+    p is the target's full-vocabulary distribution, of which the draft vocabulary holds a part (Leviathan et al. 2023,
+    definition 3.2; the LK losses maximise it).
+    """
+    p = jnp.exp(target - normaliser[..., None])
+    return jnp.sum(jnp.minimum(p, jax.nn.softmax(draft, axis=-1)), axis=-1)
+
+
+def divergence(options: LossOptions, target, normaliser, draft) -> Float[Array, "*rows"]:
+    """The loss of each row before masking. lk_alpha: -log overlap. lk_lambda: w KL + (1 - w) (1 - overlap), where
+    w = exp(-lk_decay overlap) moves from KL to the overlap as the row is learnt."""
+    if options.kind == "kl":
+        return kl_divergence(target, draft)
+    if options.kind == "ce":
+        return soft_cross_entropy(target, draft)
+    if options.kind == "hard_ce":
+        return hard_cross_entropy(target, draft)
+    accepted = overlap(target, normaliser, draft)
+    if options.kind == "lk_alpha":
+        return -jnp.log(accepted + 1e-6)
+    weight = jnp.exp(-options.lk_decay * jax.lax.stop_gradient(accepted))
+    return weight * kl_divergence(target, draft) + (1 - weight) * (1 - accepted)
+
+
+def slot_masks(
+    options: LossOptions,
+    teacher: Teacher,
     loss_mask: Bool[Array, "B T"],
     document_ids: Int[Array, "B T"],
-    decay: float = 1.0,
+    steps: int,
+) -> Bool[Array, "S B slots"]:
+    """Slots that have a loss at each step: those supervised, and with skip_uncovered (always for hard_ce) only where
+    the target's choice is in the draft vocabulary."""
+    masks = [supervised(loss_mask, document_ids, step) for step in range(steps)]
+    if options.skip_uncovered or options.kind == "hard_ce":
+        masks = [mask & shift(teacher.covered, 1 + step, False)[:, :-1] for step, mask in enumerate(masks)]
+    return jnp.stack(masks)
+
+
+def ttt_loss(
+    step_logits: list[Float[Array, "B slots Vd"]],
+    teacher: Teacher,
+    loss_mask: Bool[Array, "B T"],
+    document_ids: Int[Array, "B T"],
+    options: LossOptions = KL,
+    totals: Float[Array, "S"] | None = None,
 ) -> tuple[Float[Array, ""], list[Float[Array, ""]]]:
-    """Total loss and the masked mean KL of each step."""
+    """Total loss and the masked mean of each step.
+
+    totals: slots of each step to average over, where the batch is a part of a larger one; None = its own.
+    """
+    masks = slot_masks(options, teacher, loss_mask, document_ids, len(step_logits))
+    totals = masks.sum((1, 2)).astype(jnp.float32) if totals is None else totals
     losses = []
     for step, logits in enumerate(step_logits):
-        mask = supervised(loss_mask, document_ids, step)
-        kl = kl_divergence(shift(teacher_logits, 1 + step)[:, :-1], logits)
-        losses.append(jnp.sum(jnp.where(mask, kl, 0.0)) / (jnp.sum(mask) + 1e-5))
-    return sum(decay**step * loss for step, loss in enumerate(losses)), losses
+        target = shift(teacher.logits, 1 + step)[:, :-1]
+        normaliser = None if teacher.normaliser is None else shift(teacher.normaliser, 1 + step)[:, :-1]
+        loss = divergence(options, target, normaliser, logits)
+        losses.append(jnp.sum(jnp.where(masks[step], loss, 0.0)) / (totals[step] + 1e-5))
+    return sum(options.decay**step * loss for step, loss in enumerate(losses)), losses
 
 
 def feature_loss(
@@ -56,18 +133,20 @@ def feature_loss(
     last_hidden: Float[Array, "B T H"],
     loss_mask: Bool[Array, "B T"],
     document_ids: Int[Array, "B T"],
+    totals: Float[Array, "S"] | None = None,
 ) -> Float[Array, ""]:
     """Masked mean over slots, summed over steps, of |y - h|^2 / |h|^2 with h the target's last hidden at token t+1+s.
 
     EAGLE-1's feature regression in relative form. The draft's head starts as the target's, so matching h would match
-    the target's logits.
+    the target's logits. totals: as for `ttt_loss`, of supervised slots.
     """
     total = jnp.zeros(())
     for step, y in enumerate(outputs):
         mask = supervised(loss_mask, document_ids, step)
         h = shift(last_hidden, 1 + step)[:, :-1].astype(jnp.float32)
         distance = jnp.sum(jnp.square(y.astype(jnp.float32) - h), axis=-1) / (jnp.sum(jnp.square(h), axis=-1) + 1e-6)
-        total += jnp.sum(jnp.where(mask, distance, 0.0)) / (jnp.sum(mask) + 1e-5)
+        count = jnp.sum(mask) if totals is None else totals[step]
+        total += jnp.sum(jnp.where(mask, distance, 0.0)) / (count + 1e-5)
     return total
 
 

@@ -15,8 +15,9 @@ def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:
     Updates are at the peak learning rate; the step scales them by `learning_rate_factor`.
     """
     adamw = optax.adamw(config.learning_rate, *config.betas, weight_decay=config.weight_decay)
+    clip = optax.identity() if config.clip is None else optax.clip_by_global_norm(config.clip)
     if config.name == "adamw":
-        return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+        return optax.chain(clip, adamw)
     muon = contrib.muon(
         config.muon_learning_rate,
         weight_decay=config.weight_decay,
@@ -27,14 +28,14 @@ def make_optimiser(config: OptimiserConfig) -> optax.GradientTransformation:
         muon_weight_dimension_numbers=_muon_dimensions,
         consistent_rms=0.2,  # scales updates to AdamW's usual size (Moonlight, arXiv 2502.16982)
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip), muon)
+    return optax.chain(clip, muon)
 
 
 def _muon_dimensions(params):
-    """[out, in] for the matrices of fc and the blocks; None, which means AdamW, for head, norms and biases."""
+    """[out, in] for the matrices of fc and the blocks; None, which means AdamW, for all else."""
 
     def dimensions(path, leaf):
-        hidden = leaf.ndim == 2 and path[0].key != "lm_head"
+        hidden = leaf.ndim == 2 and path[0].key not in ("lm_head", "embed_tokens")
         return contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0) if hidden else None
 
     return jax.tree_util.tree_map_with_path(dimensions, params)
@@ -48,8 +49,11 @@ def learning_rate_factor(config: OptimiserConfig, progress: float) -> float:
     if progress < config.warmup:
         return max(progress / config.warmup, 1e-2)
     rest = min((progress - config.warmup) / max(1.0 - config.warmup, 1e-9), 1.0)
-    return {
+    left = (1.0 - progress) / max(min(config.decay, 1.0 - config.warmup), 1e-9)
+    height = {
         "cosine": 0.5 * (1 + math.cos(math.pi * rest)),
         "linear": 1.0 - rest,
         "constant": 1.0,
+        "wsd": min(max(left, 0.0), 1.0),
     }[config.schedule]
+    return config.final_rate + (1.0 - config.final_rate) * height

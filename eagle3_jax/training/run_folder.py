@@ -4,11 +4,16 @@ import hashlib
 import json
 import os
 import platform
+import shutil
+import subprocess
+import sys
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import yaml
 
 from eagle3_jax.config import Config
@@ -24,8 +29,11 @@ def check(folder: Path, config: Config, resume: bool) -> dict[str, Any] | None:
     if not resume:
         raise UserError(f"{folder} exists already / pass --resume to go on with it or choose another name")
     before = yaml.safe_load(stored.read_text(encoding="utf-8"))
-    if before != plain(config):
-        differing = _differing(before, plain(config))
+    now = plain(config)
+    for config_of in (before, now):  # a run may go on with other devices
+        config_of.pop("mesh", None)
+    if before != now:
+        differing = _differing(before, now)
         raise UserError(f"{folder} was begun with another config ({differing}) / choose another name")
     return read_result(folder) if (folder / "result.json").exists() else None
 
@@ -36,7 +44,32 @@ def begin(folder: Path, config: Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the run folder / {folder} / {error.strerror or error}") from error
-    _write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
+    write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
+
+
+def init_from(folder: Path, given: str | None) -> str | None:
+    """The draft that a run starts from: as given, or, of a run that has begun, the one it began with."""
+    try:
+        before = json.loads((folder / "provenance.json").read_text(encoding="utf-8")).get("init_from")
+    except FileNotFoundError:
+        return given
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot read {folder / 'provenance.json'} / {error} / choose another name") from error
+    if given is not None and given != before:
+        raise UserError(f"{folder} was begun with --init-from {before}, not {given} / leave it out, or another name")
+    return before
+
+
+def require_room(folder: Path, checkpoint: int, keep: int) -> None:
+    """Refuses a run whose checkpoints (newest, best and one being written) would not fit the disk."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    needed = 0 if (folder / "checkpoints").exists() else (keep + 2) * checkpoint
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(
+            f"checkpoints need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free / {folder} / free space, or "
+            "runs_dir=ELSEWHERE"
+        )
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -62,22 +95,55 @@ def _differing(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> str:
     return ""
 
 
-def write_provenance(folder: Path, config: Config, target, packed, documents) -> None:
-    """Versions, machine, target and data of the run."""
+def write_provenance(folder: Path, config: Config, target, packed, documents, covered: float, init_from) -> None:
+    """Command, versions, commit, machine, target, data and first draft of the run."""
     files = [config.data.train] if isinstance(config.data.train, str) else config.data.train
     write_json(
         folder / "provenance.json",
         {
+            "command": sys.argv,
+            "commit": _commit(),
+            "init_from": init_from,
             "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax", "optax", "numpy")},
             "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "device": str(jax.devices()[0])},
             "target": {"path": target.path, "fingerprint": target.fingerprint},
             "data": {file: "of the hub" if is_hub(file) else _digest(Path(file)) for file in files},
             "packing": vars(packed.report),
+            "statistics": statistics(documents) | {"coverage": round(covered, 5)},
             "duplicate_documents": documents.duplicates,
             "refused_rows": documents.refused,
             "first_refusal": documents.first_refusal,
         },
     )
+
+
+def statistics(documents) -> dict[str, Any]:
+    """Lengths of documents and of what is supervised in them ([least, median, 90 %, most]); documents by source."""
+    lengths = np.array([len(ids) for ids, _ in documents.items])
+    supervised = np.array([int(mask.sum()) for _, mask in documents.items])
+
+    def spread(values: np.ndarray) -> list[int]:
+        return np.quantile(values, [0, 0.5, 0.9, 1], method="nearest").astype(int).tolist()
+
+    return {
+        "lengths": {"all": spread(lengths), "supervised": spread(supervised)},
+        "sources": dict(Counter(documents.sources).most_common(20)),
+    }
+
+
+def _commit() -> str | None:
+    """The git commit of this code, with `+` if the checkout differs from it; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD")[:12] + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):  # no git, or a checkout of another user
+        return None
 
 
 def _digest(path: Path) -> str:
@@ -91,10 +157,11 @@ def _digest(path: Path) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes the file whole or not at all. Raises UserError if it cannot be written."""
-    _write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Writes the file whole or not at all. Raises UserError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -107,8 +174,10 @@ def _write_text(path: Path, text: str) -> None:
 class Metrics:
     """metrics.jsonl, one line a step. On resume, lines after the restored step (and a torn one) are dropped."""
 
-    def __init__(self, path: Path, step: int):
+    def __init__(self, path: Path | None, step: int):
         self._path = path
+        if path is None:  # another process writes it
+            return
         kept = []
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -119,9 +188,11 @@ class Metrics:
                 if row["step"] > step:
                     break
                 kept.append(line)
-        _write_text(path, "".join(line + "\n" for line in kept))
+        write_text(path, "".join(line + "\n" for line in kept))
 
     def write(self, row: dict[str, Any]) -> None:
+        if self._path is None:
+            return
         try:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

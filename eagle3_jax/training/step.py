@@ -13,22 +13,46 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.ttt import document_positions, ttt_forward
 from eagle3_jax.models.weights import Graph, Params
+from eagle3_jax.sharding import Placement
 from eagle3_jax.taps import LastHidden, Taps, TapSet
-from eagle3_jax.training.features import Features, complete, target_features, teacher
-from eagle3_jax.training.loss import Acceptance, acceptance, feature_loss, hits, ttt_loss
+from eagle3_jax.training.features import CHUNK, Features, complete, target_features, teacher
+from eagle3_jax.training.loss import (
+    KL,
+    Acceptance,
+    LossOptions,
+    Teacher,
+    acceptance,
+    feature_loss,
+    hits,
+    slot_masks,
+    ttt_loss,
+)
+
+COVERED = LossOptions(skip_uncovered=True)
 
 
 class Setup(NamedTuple):
-    """Static facts of the step (hashable: part of the jit key)."""
+    """Static facts of the step (hashable: part of the jit key).
+
+    noise, seed: amplitude of uniform noise on the tapped features in training, and of its random numbers. accumulate:
+    parts that a batch is computed in, one after another; the result is that of the whole. ema: decay of the average of
+    the weights, or None. remat, chunk: see `ttt_forward` and `features.choices`. placement: on which devices.
+    """
 
     target: Graph
     draft: Graph
     taps: TapSet
     optimiser: optax.GradientTransformation
     steps: int
-    decay: float
-    feature_loss: float
-    compute_dtype: str
+    loss: LossOptions = KL
+    compute_dtype: str = "bfloat16"
+    noise: float = 0.0
+    seed: int = 0
+    accumulate: int = 1
+    ema: float | None = None
+    remat: bool = False
+    chunk: int = CHUNK
+    placement: Placement = Placement(None)
 
 
 class Frozen(NamedTuple):
@@ -51,31 +75,41 @@ class Batch(NamedTuple):
 
 
 class TrainState(NamedTuple):
+    """average: the moving average of the weights with `Setup.ema`, else None."""
+
     trainable: Params
     optimiser: optax.OptState
     step: Int[Array, ""]
+    average: Params | None = None
+
+    @property
+    def weights(self) -> Params:
+        """What is evaluated and exported."""
+        return self.trainable if self.average is None else self.average
 
 
 class Outcome(NamedTuple):
-    """loss: total; losses [S]; hits bool [S, B, T-1]; counts: acceptance counts; grad_norm before clipping."""
+    """loss: total; losses [S]; hits bool [S, B, T-1]; counts: acceptance counts; grad_norm before clipping; covered:
+    supervised slots of the first step whose target choice is in the draft vocabulary."""
 
     loss: Float[Array, ""]
     losses: Float[Array, "S"]
     hits: Bool[Array, "S B slots"]
     counts: Acceptance
     grad_norm: Float[Array, ""]
+    covered: Int[Array, ""]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def compute_features(setup: Setup, frozen: Frozen, batch: Batch) -> Features:
     """The target's side of a batch, for keeping in memory."""
-    return target_features(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids)
+    return _features(setup, frozen, batch, None)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def complete_features(setup: Setup, frozen: Frozen, taps: Taps, last: LastHidden) -> Features:
     """The target's side of a batch from stored states."""
-    return complete(setup.target, frozen.target, taps, last)
+    return complete(setup.target, frozen.target, taps, last, setup.chunk)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -91,37 +125,90 @@ def train_step(
 
     features None means online: the target runs inside this step.
     """
-    if features is None:
-        features = target_features(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids)
-    grad_function = jax.value_and_grad(functools.partial(_loss, setup, frozen, batch, features), has_aux=True)
-    (_, outcome), gradients = grad_function(state.trainable)
+    gradients, outcome = _gradients(setup, frozen, state, batch, features)
     updates, optimiser = setup.optimiser.update(gradients, state.optimiser, state.trainable)
     updates = jax.tree.map(lambda u: rate * u, updates)
     trainable = optax.apply_updates(state.trainable, updates)
+    average = state.average
+    if setup.ema is not None:
+        # Young averages follow the weights: where they began says nothing.
+        decay = jnp.minimum(setup.ema, (1.0 + state.step) / (10.0 + state.step))
+        average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, trainable)
     outcome = outcome._replace(grad_norm=optax.tree.norm(gradients))
-    return TrainState(trainable, optimiser, state.step + 1), outcome
+    state = TrainState(trainable, optimiser, state.step + 1, average)
+    return setup.placement.constrain(state), setup.placement.whole(outcome)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate_batch(setup: Setup, frozen: Frozen, trainable: Params, batch: Batch, features: Features | None) -> Outcome:
     """Loss and hits of a batch without a step."""
-    if features is None:
-        features = target_features(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids)
-    return _loss(setup, frozen, batch, features, trainable)[1]
+    outcome = _loss(setup, frozen, batch, _features(setup, frozen, batch, features), None, None, trainable)[1]
+    return setup.placement.whole(outcome)
 
 
-def _loss(setup: Setup, frozen: Frozen, batch: Batch, features: Features, trainable: Params):
+def _features(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None) -> Features:
+    if features is not None:
+        return features
+    return target_features(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids, setup.chunk)
+
+
+def _gradients(setup: Setup, frozen: Frozen, state: TrainState, batch: Batch, features: Features | None):
+    """Gradients and outcome of a batch, computed in `setup.accumulate` parts of its rows.
+
+    Each part is averaged over the supervised slots of the whole batch, so that the parts add up to exactly it.
+    """
+    key = jax.random.fold_in(jax.random.key(setup.seed), state.step)
+    grad_function = jax.grad(functools.partial(_loss, setup, frozen), argnums=4, has_aux=True)
+    if setup.accumulate == 1:
+        return grad_function(batch, _features(setup, frozen, batch, features), key, None, state.trainable)
+    parts = jax.tree.map(lambda a: a.reshape(setup.accumulate, -1, *a.shape[1:]), (batch, features))
+    parts = setup.placement.constrain_rows(parts, leading=1)
+    keys = jax.random.split(key, setup.accumulate)
+    totals = jax.lax.map(lambda part: _totals(setup, frozen, *part), parts)
+    totals = jax.tree.map(lambda a: a.sum(0).astype(jnp.float32), totals)
+
+    def add(gradients, part):
+        batch, features, key = part
+        features = _features(setup, frozen, batch, features)
+        new, outcome = grad_function(batch, features, key, totals, state.trainable)
+        return jax.tree.map(jnp.add, gradients, new), outcome
+
+    zeros = jax.tree.map(jnp.zeros_like, state.trainable)
+    gradients, outcomes = jax.lax.scan(add, zeros, (*parts, keys))
+    hits = jnp.swapaxes(outcomes.hits, 0, 1).reshape(setup.steps, -1, outcomes.hits.shape[-1])
+    summed = jax.tree.map(lambda a: a.sum(0), outcomes._replace(hits=outcomes.loss))
+    return gradients, summed._replace(hits=hits)
+
+
+def _totals(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None):
+    """Slots with a loss and supervised slots of each step: what parts of a batch are averaged over."""
+    steps, options = setup.steps, setup.loss
+    plain = slot_masks(KL, Teacher(None), batch.loss_mask, batch.document_ids, steps).sum((1, 2))
+    if not (options.skip_uncovered or options.kind == "hard_ce"):
+        return plain, plain
+    target = teacher(setup.target, frozen.target, _features(setup, frozen, batch, features), frozen.d2t)
+    return slot_masks(options, target, batch.loss_mask, batch.document_ids, steps).sum((1, 2)), plain
+
+
+def _loss(setup: Setup, frozen: Frozen, batch: Batch, features: Features, key, totals, trainable: Params):
+    """(loss, outcome). key: of the noise on the features, None for none. totals: see `_totals`; None = the batch's."""
     dtype = jnp.dtype(setup.compute_dtype)
     params = jax.tree.map(lambda p: p.astype(dtype), {**trainable, **frozen.draft})
     model = setup.draft.merge(params)
     taps = features.taps.map(lambda a: a.astype(dtype))
+    if setup.noise and key is not None:
+        keys = iter(jax.random.split(key, len(taps.arrays)))
+        taps = taps.map(lambda a: a + jax.random.uniform(next(keys), a.shape, dtype, -setup.noise, setup.noise))
     positions = document_positions(batch.document_ids)
-    step_logits, outputs = ttt_forward(model, taps, batch.ids, positions, batch.document_ids, setup.steps)
+    inputs = (batch.ids, positions, batch.document_ids)
+    step_logits, outputs = ttt_forward(model, taps, *inputs, setup.steps, setup.remat)
     target = teacher(setup.target, frozen.target, features, frozen.d2t)
-    loss, losses = ttt_loss(step_logits, target.logits, batch.loss_mask, batch.document_ids, setup.decay)
-    if setup.feature_loss:
+    slots, plain = (None, None) if totals is None else totals
+    loss, losses = ttt_loss(step_logits, target, batch.loss_mask, batch.document_ids, setup.loss, slots)
+    if setup.loss.feature:
         last = features.last.before_norm()
-        loss += setup.feature_loss * feature_loss(outputs, last, batch.loss_mask, batch.document_ids)
+        loss += setup.loss.feature * feature_loss(outputs, last, batch.loss_mask, batch.document_ids, plain)
     right = hits(step_logits, target.argmax, frozen.d2t)
     counts = acceptance(right, batch.loss_mask, batch.document_ids)
-    return loss, Outcome(loss, jnp.stack(losses), right, counts, jnp.zeros(()))
+    covered = jnp.sum(slot_masks(COVERED, target, batch.loss_mask, batch.document_ids, 1))
+    return loss, Outcome(loss, jnp.stack(losses), right, counts, jnp.zeros(()), covered)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.config import StoredConfig
-from eagle3_jax.data.foreign.identify import verify
+from eagle3_jax.data.foreign.identify import check_fits, verify
 from eagle3_jax.data.foreign.sample import Sample
 from eagle3_jax.data.foreign.wiring import StateMap, state_map
 from eagle3_jax.data.packing import Packed
@@ -34,6 +34,7 @@ class StoredFeatures:
         first = samples[0]
         self.states: StateMap = state_map(first, config, target.num_layers)
         for sample in samples:
+            check_fits(sample, target)
             if state_map(sample, config, target.num_layers) != self.states or sample.format != first.format:
                 raise UserError(
                     f"stored features of two kinds / {first.path} ({first.format}), {sample.path} ({sample.format}) / "

@@ -23,7 +23,7 @@ def config(tmp_path_factory) -> Config:
             "runs_dir": str(folder / "runs"),
             "target": {"path": str(write_tiny_target(folder / "target")), "dtype": "float32"},
             "data": {"train": str(folder / "rows.jsonl"), "heldout": str(folder / "rows.jsonl"), "length": 32},
-            "draft": {"taps": [1, 2, 3], "vocab_size": 16},
+            "draft": {"taps": [0, 1, 2], "vocab_size": 16},
             "training": {"epochs": 1, "ttt_steps": 2, "batch_rows": 2, "evaluate_steps": 3, "compute_dtype": "float32"},
         }
     )

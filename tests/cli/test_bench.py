@@ -16,7 +16,7 @@ def files(target, tmp_path_factory):
     """(draft folder, file of three prompts)."""
     folder = tmp_path_factory.mktemp("bench")
     loaded = load_target(target, "float32")
-    save_draft(random_draft(loaded, taps=(1, 2, 4), d2t=range(0, loaded.config.vocab_size, 2)), folder / "draft")
+    save_draft(random_draft(loaded, taps=(0, 1, 2), d2t=range(0, loaded.config.vocab_size, 2)), folder / "draft")
     return folder / "draft", write_prompts(folder / "prompts.jsonl", [["what"], ["who is it"], ["why"]])
 
 

@@ -1,7 +1,6 @@
 """`eagle3 data generate`: counts, bad input, and going on after being stopped; `data preview`, `data inspect`."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from eagle3_jax.data import answers
 from eagle3_jax.models.target import load_target
 from tests.cli.tiny_target import read_rows, write_prompts
+from tests.processes import environment
 from tests.tiny import ids_of
 from tests.torch_files import write_torch
 
@@ -94,7 +94,7 @@ def test_self_prompts_are_written_once_and_answered(eagle3, target, tmp_path):
 
 
 def test_an_interrupt_leaves_a_file_that_can_be_continued(eagle3, command, tmp_path, monkeypatch):
-    append, written = answers._append, []
+    append, written = answers.append_row, []
 
     def interrupted(out, row):
         if len(written) == 5:
@@ -102,7 +102,7 @@ def test_an_interrupt_leaves_a_file_that_can_be_continued(eagle3, command, tmp_p
         written.append(row)
         append(out, row)
 
-    monkeypatch.setattr(answers, "_append", interrupted)
+    monkeypatch.setattr(answers, "append_row", interrupted)
     result = eagle3(*command)
     assert result.code == 130 and result.out == ""
     assert result.err.count("\n") == 1 and "run the same command again" in result.err
@@ -118,9 +118,7 @@ def test_killed_in_the_middle_the_same_rows_come_out(eagle3, command, target, tm
     assert eagle3(*command, "--out", tmp_path / "whole.jsonl").code == 0
     out = tmp_path / "out.jsonl"
     script = "import sys; from eagle3_jax.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    # The same matmul precision as in this process, so that both sample from the same numbers.
-    environment = os.environ | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    process = subprocess.Popen([sys.executable, "-c", script, *command], env=environment, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", script, *command], env=environment(), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while (not out.exists() or out.stat().st_size == 0) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.005)
@@ -175,14 +173,16 @@ def test_inspect_prints_and_writes_what_it_found(eagle3, target, tmp_path):
         "4 wide, the target 64" in eagle3("data", "inspect", file, "--target", target, "--dtype", "float32").complaint
     )
     assert "torch.nn.modules.linear.Linear" in eagle3("data", "inspect", FOREIGN / "module.pt").complaint
-    assert "neither a zip" in eagle3("data", "inspect", __file__).complaint
+    assert "it is text" in eagle3("data", "inspect", __file__).complaint
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "it is empty" in eagle3("data", "inspect", tmp_path / "empty.jsonl").complaint
 
 
 def test_inspect_with_the_target_says_what_to_write(eagle3, target, tmp_path):
     loaded = load_target(target, "float32")
     ids = ids_of(5, 1, 96, vocab_size=loaded.config.vocab_size)
-    states = [np.asarray(array)[0] for array in loaded.forward(ids, taps=(1, 0, 4)).taps.arrays]
+    states = [np.asarray(array)[0] for array in loaded.forward(ids, taps=(1, 0, 2)).taps.arrays]
     file = write_torch(tmp_path / "a.pt", {"input_ids": ids[0], "loss_mask": ids[0] * 0, "hidden_states": states})
     result = eagle3("data", "inspect", file, "--target", target, "--dtype", "float32")
     assert result.code == 0 and "block 1 input" in result.out and "embedding" in result.out
-    assert 'data.stored: {"ids": [1, 0, 4], "convention": "block-input", "last_hidden": "pre-norm"}' in result.out
+    assert 'data.stored: {"ids": [1, 0, 2], "convention": "block-input", "last_hidden": "pre-norm"}' in result.out

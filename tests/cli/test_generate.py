@@ -31,7 +31,7 @@ def test_streamed_text_is_the_generated_text_and_the_json_is_complete(eagle3, ta
 def draft(target, tmp_path_factory):
     loaded = load_target(target, "float32")
     folder = tmp_path_factory.mktemp("draft") / "draft"
-    save_draft(random_draft(loaded, taps=(1, 2, 4), d2t=range(0, loaded.config.vocab_size, 2)), folder)
+    save_draft(random_draft(loaded, taps=(0, 1, 2), d2t=range(0, loaded.config.vocab_size, 2)), folder)
     return folder
 
 
@@ -44,7 +44,7 @@ def test_a_draft_speculates_and_its_taps_are_told(eagle3, target, draft, tmp_pat
     assert result.out == plain.out == content["text"] + "\n"
     assert content["strategy"] == "chain:3" and {len(row) for row in content["drafts"]} == {3}
     assert content["tau"] == 1 + sum(content["accepted"]) / len(content["accepted"])
-    assert "taps [block 1 input, block 2 input, tap 4 = last block output before the final norm]" in result.err
+    assert "taps [embedding, block 1 input, tap 2 = last block output before the final norm]" in result.err
     assert "warning" not in result.err
     assert "taps" not in plain.err
     eagle3("generate", *options, "--draft", draft, "--json", file, "what", "--strategy", "chain:2")

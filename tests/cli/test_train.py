@@ -36,8 +36,9 @@ def config(target, tmp_path) -> Path:
                 "runs_dir": str(tmp_path / "runs"),
                 "target": {"path": str(target), "dtype": "float32"},
                 "data": {"train": data, "heldout": data, "length": 96},
-                "draft": {"taps": [1, 2, 3], "vocab_size": 20},
+                "draft": {"taps": [0, 1, 2], "vocab_size": 20},
                 "training": training,
+                "evaluation": {"count": 0},
             }
         )
     )
@@ -52,12 +53,13 @@ def test_a_run_and_its_finished_result(eagle3, config, target, tmp_path) -> None
     assert json.loads(file.read_text()) == stored and json.loads(result.out) == stored["heldout"]
     load_draft(run / "export", target=load_target(target, "float32"))
     lines = result.err.splitlines()
-    assert lines[0] == "taps: [block 1 input, block 2 input, block 3 input], joined in this order"
+    assert lines[0].startswith("taps: [embedding, block 1 input, tap 2 = last block output") and "order" in lines[0]
     assert lines[1].startswith("data: 4 documents in 3 rows of 96,")
+    assert lines[2].startswith("warning: 4 of 4 held-out documents are also in the training data")
     for words in ("step 1 ", "loss ", "simulated tau ", "tok/s", "min left"):
-        assert words in lines[2]
-    assert "step 4 " in lines[-2] and "held-out simulated tau" in lines[-2]
-    assert lines[-1].startswith("draft written to")
+        assert words in lines[3]
+    assert "step 4 " in lines[-3] and "held-out simulated tau" in lines[-3]
+    assert lines[-2].startswith("draft written to") and lines[-1].startswith("report: ")
 
     again = eagle3("train", "--config", config, "training.evaluate_every=4")
     assert "--resume" in again.complaint
@@ -69,7 +71,21 @@ def test_a_run_and_its_finished_result(eagle3, config, target, tmp_path) -> None
 
     options = ("--init-from", run / "export", "name=second")
     assert eagle3("train", "--config", config, *options).code == 0
-    assert "expected" in eagle3("train", "--config", config, *options, "name=third", "draft.taps=[3, 2, 1]").complaint
+    assert "expected" in eagle3("train", "--config", config, *options, "name=third", "draft.taps=[2, 1, 0]").complaint
+
+
+def test_a_dry_run_begins_nothing(eagle3, config, tmp_path) -> None:
+    file = tmp_path / "figures.json"
+    result = eagle3("train", "--config", config, "--dry-run", "training.features=ram", "--json", file)
+    assert result.code == 0 and not (tmp_path / "runs").exists()
+    figures = json.loads(file.read_text())
+    parameters, memory, disk, time = (figures[key] for key in ("parameters", "memory_per_device", "disk", "time"))
+    # Masters and two moments: what is held at the least, and what a checkpoint is.
+    assert disk["checkpoint"] == 12 * parameters["draft_trained"]
+    assert memory["peak"] > disk["checkpoint"] + 4 * parameters["target"] and memory["features_in_host_memory"] > 0
+    assert time["steps"] == 4 and time["seconds"] > 2 * time["seconds_a_step"] > 0
+    for word in ("parameters: ", "data: 3 rows of 96", "memory per device: ", "disk: ", "time: 4 steps of "):
+        assert word in result.out
 
 
 def test_ctrl_c_saves_and_exits_with_130(eagle3, config, tmp_path, monkeypatch) -> None:

@@ -29,7 +29,7 @@ def tiny_tokenizer(alphabet: str = "abcdefghijklmnopqrstuvwxyz ?\n") -> PreTrain
 def write_tiny_target(folder: Path) -> Path:
     """Writes config, weights and tokenizer; returns the folder."""
     tokenizer = tiny_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "max_position_embeddings": 256, "eos_token_id": 1}
+    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 2, "max_position_embeddings": 256, "eos_token_id": 1}
     tokenizer.save_pretrained(write_target(folder, **sizes))
     return folder
 

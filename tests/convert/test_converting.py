@@ -171,6 +171,27 @@ def test_names_and_keys_that_the_servers_look_up(tmp_path: Path, tiny_draft, con
     assert "norm_output" not in raw and raw["rope_theta"] == 500000.0 and raw["rope_scaling"] is None
 
 
+# What the loaders of sglang-jax (python/sgl_jax/srt/models/llama_eagle3.py) and tpu-inference
+# (tpu_inference/models/jax/llama_eagle3.py) look up, by exact name. Published drafts hold t2d
+# besides; both servers take the target's embedding.
+JAX_SERVERS = {"d2t", "fc.weight", "lm_head.weight", "norm.weight"} | {
+    f"midlayer.{name}.weight"
+    for name in (
+        *("input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj"),
+        *("mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    )
+}
+
+
+def test_the_jax_servers_find_every_tensor_they_look_up(tmp_path: Path, tiny_draft, convert) -> None:
+    convert(saved(tmp_path / "s", tiny_draft), tmp_path / "d", "sglang")
+    assert load_file(tmp_path / "d" / "model.safetensors").keys() - {"embed_tokens.weight", "t2d"} == JAX_SERVERS
+    raw = json.loads((tmp_path / "d" / "config.json").read_text())
+    # Both build fc for three taps and one layer, from these keys of a LlamaConfig.
+    assert raw["num_hidden_layers"] == 1 and raw["tie_word_embeddings"] is False
+    assert {"hidden_size", "vocab_size", "draft_vocab_size", "rms_norm_eps", "intermediate_size"} <= raw.keys()
+
+
 @pytest.mark.parametrize(
     ("taps", "rule", "ids"),
     [
@@ -254,6 +275,8 @@ def test_a_broken_source_leaves_nothing(tmp_path: Path, tiny_draft, refused) -> 
     assert "qq_proj" in refused(broken, tmp_path / "out", "speculators")
     lacking = write(tmp_path / "b", tiny_draft, "sglang", tensors={"midlayer.mlp.up_proj.weight": None})
     assert "missing: layers.0.mlp.up_proj.weight" in refused(lacking, tmp_path / "out", "speculators")
+    nan = write(tmp_path / "n", tiny_draft, "sglang", tensors={"norm.weight": np.full(64, np.nan, np.float32)})
+    assert "norm.weight holds NaN or infinity" in refused(nan, tmp_path / "out", "speculators")
     silent = write(tmp_path / "c", tiny_draft, "safeailab")
     assert "--taps" in refused(silent, tmp_path / "out", "speculators")
     assert "no list of numbers" in refused(silent, tmp_path / "out", "speculators", "--taps", "two")
@@ -268,6 +291,9 @@ def test_an_existing_folder_is_kept(tmp_path: Path, tiny_draft, run) -> None:
     assert code == 2 and "is no draft folder" in err and (tmp_path / "notes" / "thesis.txt").exists()
     code, _, err = run("convert", source, source, "--to", "sglang")
     assert code == 2 and "same folder" in err
+    (tmp_path / "file").write_text("mine")
+    code, _, err = run("convert", source, tmp_path / "file", "--to", "sglang")
+    assert code == 2 and err.count("\n") == 1 and (tmp_path / "file").read_text() == "mine"
     e3.save_draft(tiny_draft, tmp_path / "run")
     inner = saved(tmp_path / "run" / "export", tiny_draft)
     code, _, err = run("convert", inner, tmp_path / "run", "--to", "sglang")

@@ -114,6 +114,11 @@ def test_the_jax_servers_capture_fixed_taps(tmp_path: Path, tiny_target) -> None
     assert said(right, "tpu-inference") == "captures (2, N//2, N-3) of the target: right for one of 8 blocks only"
 
 
+def test_weights_that_are_not_finite_are_told(tmp_path: Path, tiny_draft) -> None:
+    folder = write(tmp_path / "draft", tiny_draft, "sglang", tensors={"norm.weight": np.full(64, np.inf, np.float32)})
+    assert any("norm.weight holds NaN or infinity" in note for note in inspect(folder)["notes"])
+
+
 def test_a_map_in_another_order(tmp_path: Path, tiny_target) -> None:
     draft = random_draft(tiny_target, d2t=SCATTERED[::-1].copy())
     found = inspect(write(tmp_path / "draft", draft, "modelopt"))

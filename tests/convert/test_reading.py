@@ -271,7 +271,8 @@ def test_a_target_is_no_draft(tiny_folder: Path, tmp_path: Path) -> None:
         ({"fc_norm": True}, r"missing: fc_norm\.0\.weight, fc_norm\.1\.weight, fc_norm\.2\.weight"),
         ({"bias": True}, r"missing: fc\.bias"),
         ({"attention_bias": True}, r"missing: .*q_proj\.bias"),
-        ({"num_hidden_layers": 2}, r"missing: layers\.1\."),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2 but the file holds tensors of 1 layers"),
+        ({"num_hidden_layers": 10**8}, "num_hidden_layers is 100000000"),  # before anything so large is made
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states 4 but 3 taps"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_last_layernorm": False}}, "use_last"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_mtp": 1}}, "not understood: use_mtp"),
@@ -305,6 +306,10 @@ def test_what_the_file_says_is_used_or_refused(tmp_path: Path, tiny_draft, chang
         ),
         ({"draft_vocab_size": "128"}, "draft_vocab_size must be a count"),
         ({"target_hidden_size": [64]}, "target_hidden_size must be a count"),
+        ({"eagle3_jax": {"target": 5}}, "eagle3_jax.target and its fingerprint must be objects"),
+        ({"eagle3_jax": {"target": {"fingerprint": 5}}}, "eagle3_jax.target and its fingerprint must be objects"),
+        ({"speculators_config": {"verifier": {"name_or_path": 5}}}, "name_or_path must be text"),
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": -3}]}}, "speculative_tokens must be a"),
     ],
 )
 def test_values_of_another_type_are_one_line(tmp_path: Path, tiny_draft, layout: str, changes, message: str) -> None:
@@ -319,6 +324,7 @@ def test_values_of_another_type_are_one_line(tmp_path: Path, tiny_draft, layout:
         *(("num_attention_heads", 0), ("hidden_size", -64), ("num_key_value_heads", 3), ("head_dim", "16")),
         *(("attention_bias", "false"), ("rms_norm_eps", "1e-5"), ("layer_types", 3), ("quantization_config", "fp8")),
         ("max_position_embeddings", [128]),
+        *(("head_dim", 0), ("max_position_embeddings", 0), ("rms_norm_eps", -1), ("rms_norm_eps", float("nan"))),
     ],
 )
 def test_sizes_that_mean_nothing_are_one_line(key: str, value) -> None:
@@ -331,6 +337,29 @@ def test_a_layer_config_that_is_no_object(tmp_path: Path, tiny_draft) -> None:
         folder = write(tmp_path / str(i), tiny_draft, "speculators", transformer_layer_config=value)
         with pytest.raises(e3.UserError, match=message):
             e3.load_draft(folder)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.float64, bool])
+def test_weights_in_another_kind_of_number_are_one_line(tmp_path: Path, tiny_draft, kind) -> None:
+    """A quantised export without its scales, for example."""
+    folder = write(tmp_path / "draft", tiny_draft, "sglang", tensors={"fc.weight": np.ones((64, 192), kind)})
+    with pytest.raises(e3.UserError, match=r"fc\.weight is .* weights must be float32, float16, bfloat16"):
+        e3.load_draft(folder)
+
+
+@pytest.mark.parametrize("layer", ["99999999", "3", "x", "9" * 5000])
+def test_tensors_of_a_layer_that_is_none(tmp_path: Path, tiny_draft, layer: str) -> None:
+    """The research layout counts layers by the tensors: an absurd number must not build as many."""
+    extra = {f"layers.{layer}.input_layernorm.weight": np.ones(64, np.float32)}
+    with pytest.raises(e3.UserError, match=r"not used: |num_hidden_layers is"):
+        e3.load_draft(write(tmp_path / "draft", tiny_draft, "safeailab", tensors=extra), taps=[2, 4, 6])
+
+
+def test_a_missing_shard_is_named_without_an_index_too(tmp_path: Path, tiny_draft) -> None:
+    folder = write(tmp_path / "draft", tiny_draft, "sglang")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(e3.UserError, match=r"lacks the weight file\(s\) model-00002-of-00002\.safetensors"):
+        e3.load_draft(folder)
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight", "d2t", "t2d"])

@@ -139,7 +139,7 @@ def test_torn_and_changed_files(tmp_path):
     with pytest.raises(UserError, match="changed meanwhile"):
         sample.states()
     (tmp_path / "c.ckpt.gz").write_bytes(gzip.compress(b"text"))
-    with pytest.raises(UserError, match="neither a zip"):
+    with pytest.raises(UserError, match="it is text|it is no zip"):
         foreign.open_sample(tmp_path / "c.ckpt.gz")
 
 

@@ -19,7 +19,7 @@ from eagle3_jax.doctor.search import diagnose
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.draft.ttt import ttt_forward
 from eagle3_jax.training.initialise import initial_draft
-from eagle3_jax.training.loss import ttt_loss
+from eagle3_jax.training.loss import Teacher, ttt_loss
 from tests.tiny import target_config, target_tensors, write_target
 
 LAYERS = 7
@@ -77,8 +77,8 @@ def _fit(graph, params, features: e3.Taps, teacher, ids, mask):
     documents, positions = jnp.zeros_like(ids), jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
 
     def loss(params):
-        logits, _ = ttt_forward(graph.merge(params), features, ids, positions, documents, 3)
-        return ttt_loss(logits, teacher, mask, documents)[0]
+        logits, _ = ttt_forward(graph.merge(params), features, ids, positions, documents, 2)
+        return ttt_loss(logits, Teacher(teacher), mask, documents)[0]
 
     def step(state, _):
         params, moments = state
@@ -108,11 +108,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="session")
 def drafts(world: World) -> dict[str, Draft]:
-    """Over-fitted drafts: good ones, without and with a norm a tap, and two that were trained wrongly."""
+    """Over-fitted drafts: a plain and an EAGLE-3.1 one, both good, and two that were trained wrongly."""
     return {
         "good": world.train(),
-        "normed": world.train(fc_norm=True),
-        "fed back normed": world.train(norm_output=True),
+        "3.1": world.train(fc_norm=True, norm_output=True),
         "wrong teacher": world.train(learn="no final norm"),
         "last tap normed": world.train(last="final norm"),
     }

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 import eagle3_jax as e3
 from eagle3_jax.draft.ttt import document_positions, shift, ttt_forward
 from eagle3_jax.models.weights import flatten
-from eagle3_jax.training.loss import acceptance, hits, kl_divergence, ttt_loss
+from eagle3_jax.training.loss import LossOptions, Teacher, acceptance, hits, kl_divergence, ttt_loss
 from tests.tiny import relative
 
 STEPS = 4
@@ -75,7 +75,7 @@ def run(case: Case) -> tuple[Any, Any, list[Any], dict[str, Any]]:
         def loss(params):
             model = case.draft.graph.merge(params)
             logits, _ = ttt_forward(model, features, ids, positions, documents, STEPS)
-            total, steps = ttt_loss(logits, teacher, loss_mask, documents)
+            total, steps = ttt_loss(logits, Teacher(teacher), loss_mask, documents)
             return total, (steps, logits)
 
         return jax.value_and_grad(loss, has_aux=True)(params)
@@ -113,7 +113,9 @@ def test_losses(results, name: str) -> None:
     np.testing.assert_allclose(total, case.expected["out.loss_total"], rtol=2e-5)
     for step in range(STEPS):
         np.testing.assert_allclose(steps[step], case.expected[f"out.loss.{step}.sum"], rtol=5e-5)
-    decayed, _ = ttt_loss(logits, case.teacher_logits, case.loss_mask, case.document_ids, decay=0.8)
+    decayed, _ = ttt_loss(
+        logits, Teacher(case.teacher_logits), case.loss_mask, case.document_ids, LossOptions(decay=0.8)
+    )
     np.testing.assert_allclose(decayed, case.expected["out.loss_total_decay0.8"], rtol=2e-5)
 
 

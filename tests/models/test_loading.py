@@ -192,6 +192,8 @@ def test_a_model_with_images_is_refused_by_name(tmp_path: Path) -> None:
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"layer_types": ["full_attention"]}, "1 layer_types for 3 layers"),
         ("mistral", {"sliding_window": 0.5}, "sliding_window 0.5"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "sliding_window 5 and layer_types that differ"),
+        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping '50'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers \[1, 0\]"),
         ("qwen3_moe", {"num_experts_per_tok": None}, "num_experts_per_tok None"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step 0"),

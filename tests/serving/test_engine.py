@@ -148,6 +148,17 @@ def test_strategies_take_turns(engine, alone) -> None:
         assert tokens(deltas) == alone[names[i]][i].tokens and accepted(deltas) == alone[names[i]][i].accepted
 
 
+def test_a_strategy_that_only_a_request_names(pair, engine, alone) -> None:
+    assert "chain:1" not in engine.strategies
+    deltas = run(engine, asked("named", PROMPTS[2], strategy="chain:1"))[0]
+    assert tokens(deltas) == alone["plain"][2].tokens and {delta.strategy for delta in deltas[1:]} == {"chain:1"}
+    assert run(engine, asked("again", PROMPTS[2], strategy="tree:2,2,4"))[0][1].strategy == TREE
+    del engine.strategies["chain:1"]
+    few = Engine(*pair, dataclasses.replace(SETTINGS, strategies=tuple(f"chain:{k}" for k in range(1, 15))))
+    with pytest.raises(UserError, match="no more will be"):
+        few.check(asked("many", PROMPTS[2], strategy="chain:20"))
+
+
 def test_auto_chooses_among_what_is_compiled(engine, alone) -> None:
     deltas = run(engine, asked("auto", PROMPTS[2], strategy="auto"))[0]
     assert tokens(deltas) == alone["plain"][2].tokens
@@ -365,7 +376,7 @@ def test_a_callers_loop_that_is_gone_harms_nobody(engine, alone) -> None:
         (asked("b", []), "empty"),
         (asked("c", [VOCAB]), "outside"),
         (asked("d", [3], temperature=-1.0), "temperature"),
-        (asked("e", [3], strategy="chain:3"), "this server has auto, plain, tree:2x2x4"),
+        (asked("e", [3], strategy="tree:9x9x80"), "fit into a slot here / this server has auto, plain, tree:2x2x4"),
         (asked("f", [3], strategy="tree:1"), "not known"),
         (asked("g", [3], logprobs=21), "at most 20"),
     ],

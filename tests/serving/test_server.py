@@ -97,6 +97,20 @@ def test_the_second_signal_ends_it_at_once(monkeypatch):
     assert codes == [130]
 
 
+def test_a_signal_while_programs_are_compiled_ends_it_without_waiting(monkeypatch):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    engine = FakeEngine(saying("a"))
+    engine.state = "warming"
+    with started(engine) as (server, address, code):
+        assert HTTP.get(f"{address}/health").status_code == 503
+        server.handle_exit(signal.SIGTERM, None)
+        limit = time.monotonic() + 10
+        while not code and time.monotonic() < limit:
+            time.sleep(0.05)
+    assert codes == [0] and engine.state == "warming"
+
+
 def test_a_dead_engine_is_seen_and_ends_the_server():
     engine = FakeEngine(saying("a"))
     with started(engine) as (_, address, code):

@@ -11,7 +11,7 @@ import pytest
 
 import eagle3_jax as e3
 from eagle3_jax.config import Config
-from eagle3_jax.training import trainer
+from eagle3_jax.training import prepare, trainer
 from tests.tiny import target_config, target_tensors, write_target
 
 ANSWER, BEYOND = 24, 6  # tokens that generate is asked for, and those known after them: the deepest chain is 5
@@ -55,6 +55,7 @@ class World:
                 "evaluate_every": 2,
                 "checkpoint_every": 4,
             },
+            "evaluation": {"count": 0},  # it compiles generation; tests of it switch it on
         }
         for section, values in sections.items():
             raw[section] = raw[section] | values
@@ -96,7 +97,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def one_optimiser_a_config():
     """Optimisers are part of the jit key: equal ones let all runs share their compiled steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "make_optimiser", functools.lru_cache(trainer.make_optimiser))
+        patch.setattr(prepare, "make_optimiser", functools.lru_cache(prepare.make_optimiser))
         yield
 
 

@@ -59,6 +59,15 @@ def test_the_newest_and_the_best_are_kept_across_restarts(opened, tmp_path) -> N
     assert float(checkpoints.restore(state_of(0), 2)[0]["weight"][0, 0]) == 2.0
 
 
+def test_more_of_the_newest_on_request(tmp_path) -> None:
+    checkpoints = Checkpoints(tmp_path, FACTS, keep=2)
+    for step, tau in ((1, 1.5), (2, 1.1), (3, None), (4, 1.2)):
+        checkpoints.save(step, state_of(step), {}, tau)
+    assert checkpoints.best_tau == 1.5
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3", "4"]
+
+
 def test_a_checkpoint_without_tau_is_newest_but_not_best(opened, tmp_path) -> None:
     checkpoints = opened(tmp_path)
     checkpoints.save(1, state_of(1), {}, 1.1)

@@ -95,3 +95,19 @@ def test_last_block_needs_the_blocks_own_shape(world, tmp_path) -> None:
     biased = e3.load_target(write_target(tmp_path / "biased", mlp_bias=True), "float32")
     with pytest.raises(UserError, match="last_block"):
         initial_draft(DraftShape(taps=[1, 2], vocab_size=24, initialise="last_block"), biased, D2T, 0, {})
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "deepseek"])
+def test_drafts_of_other_families_have_plain_blocks(golden, name: str) -> None:
+    target = e3.load_target(golden(f"targets/{name}_tiny"), "float32")
+    shape = DraftShape(taps=[1, 2], vocab_size=24)
+    draft = initial_draft(shape, target, D2T, 0, {})
+    decoder = draft.config.decoder
+    assert decoder.rope.head_dim == decoder.head_dim == (8 if name == "deepseek" else target.config.head_dim)
+    assert decoder.rope.kind == ("default" if name == "phi3" else target.config.rope.kind)
+    offset = 1 if name == "gemma3" else 0  # Gemma stores what its norms multiply by minus one
+    stored = np.asarray(target.params["model"]["norm"]["weight"])
+    np.testing.assert_array_equal(draft.params["norm"]["weight"], stored + np.float32(offset))
+    if name != "phi3":  # whose blocks are Llama's once the fused projections are split
+        with pytest.raises(UserError, match="last_block needs a target"):
+            initial_draft(DraftShape(taps=[1, 2], vocab_size=24, initialise="last_block"), target, D2T, 0, {})

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from eagle3_jax.training.loss import acceptance, feature_loss, hits, kl_divergence, supervised, ttt_loss
+from eagle3_jax.training.loss import (
+    LossOptions,
+    Teacher,
+    acceptance,
+    feature_loss,
+    hits,
+    kl_divergence,
+    supervised,
+    ttt_loss,
+)
 
 STEPS, ROWS, LENGTH, SIZE = 3, 2, 9, 5
 masks = arrays(bool, (ROWS, LENGTH))
@@ -57,7 +66,7 @@ def test_the_loss_is_a_masked_mean_summed_over_decayed_steps() -> None:
     document = np.array([[0] * 5 + [1] * 4, [0] * 6 + [-1] * 3])
     logits = [logits_of(s, ROWS, LENGTH - 1, SIZE) for s in range(STEPS)]
     teacher = logits_of(9, ROWS, LENGTH, SIZE)
-    total, losses = ttt_loss(logits, teacher, jnp.asarray(mask), jnp.asarray(document), decay=0.5)
+    total, losses = ttt_loss(logits, Teacher(teacher), jnp.asarray(mask), jnp.asarray(document), LossOptions(decay=0.5))
     for step in range(STEPS):
         terms = [
             # slot t of step s is taught by what the target says at token t+1+s
@@ -74,14 +83,14 @@ def test_slots_that_do_not_count_get_no_gradient_even_when_not_finite() -> None:
     mask = jnp.zeros((1, LENGTH), bool).at[0, 4].set(True)
     logits = logits_of(0, 1, LENGTH - 1, SIZE).at[0, 0].set(1e30)
     teacher = logits_of(1, 1, LENGTH, SIZE)
-    gradient = jax.grad(lambda x: ttt_loss([x], teacher, mask, jnp.zeros((1, LENGTH), jnp.int32))[0])(logits)
+    gradient = jax.grad(lambda x: ttt_loss([x], Teacher(teacher), mask, jnp.zeros((1, LENGTH), jnp.int32))[0])(logits)
     assert np.flatnonzero(np.abs(gradient).max((0, 2))).tolist() == [3]  # the slot that reads token 4
 
 
 def test_nothing_supervised_is_zero_not_nan() -> None:
     nothing = jnp.zeros((1, LENGTH), bool)
     documents = jnp.zeros((1, LENGTH), jnp.int32)
-    total, _ = ttt_loss([logits_of(0, 1, LENGTH - 1, SIZE)], logits_of(1, 1, LENGTH, SIZE), nothing, documents)
+    total, _ = ttt_loss([logits_of(0, 1, LENGTH - 1, SIZE)], Teacher(logits_of(1, 1, LENGTH, SIZE)), nothing, documents)
     assert total == 0
     empty = acceptance(jnp.ones((2, 1, LENGTH - 1), bool), nothing, documents)
     assert empty.total.tolist() == [0, 0]
@@ -136,7 +145,7 @@ def test_a_packed_row_counts_what_its_documents_count_alone() -> None:
     teacher, d2t = logits_of(9, 1, row, SIZE), jnp.arange(SIZE)
     choice = jnp.argmax(teacher, axis=-1)
     together = acceptance(hits(logits, choice, d2t), jnp.asarray(mask), jnp.asarray(document))
-    _, losses = ttt_loss(logits, teacher, jnp.asarray(mask), jnp.asarray(document))
+    _, losses = ttt_loss(logits, Teacher(teacher), jnp.asarray(mask), jnp.asarray(document))
     part_acceptance, part_loss = jax.jit(acceptance), jax.jit(ttt_loss)
     sums, kl = np.zeros((3, STEPS), int), np.zeros((2, STEPS))
     for begin, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
@@ -144,7 +153,7 @@ def test_a_packed_row_counts_what_its_documents_count_alone() -> None:
         alone = [step[:, begin : begin + length - 1] for step in logits]
         zeros = jnp.zeros((1, length), jnp.int32)
         sums += np.asarray(part_acceptance(hits(alone, choice[:, part], d2t), jnp.asarray(mask[:, part]), zeros))
-        _, part_losses = part_loss(alone, teacher[:, part], jnp.asarray(mask[:, part]), zeros)
+        _, part_losses = part_loss(alone, Teacher(teacher[:, part]), jnp.asarray(mask[:, part]), zeros)
         weights = np.array([supervised(jnp.asarray(mask[:, part]), zeros, s).sum() for s in range(STEPS)])
         kl += np.stack([np.asarray(part_losses) * weights, weights])
     np.testing.assert_array_equal(np.asarray(together), sums)

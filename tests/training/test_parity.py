@@ -32,7 +32,7 @@ class Served:
         ]
         self.packed: Packed = pack(documents, LENGTH)
         assert self.packed.document_ids.max() >= 2  # several documents in a row
-        self.setup = Setup(target.graph, draft.graph, draft.taps, None, DEEPEST, 1.0, 0.0, "float32")
+        self.setup = Setup(target.graph, draft.graph, draft.taps, None, DEEPEST, compute_dtype="float32")
         self.frozen = Frozen(target.params, {"embed_tokens": draft.params["embed_tokens"]}, jnp.asarray(draft.d2t))
         self.batch = Batch(self.packed.input_ids, self.packed.loss_mask, self.packed.document_ids)
         self.features = compute_features(self.setup, self.frozen, self.batch)

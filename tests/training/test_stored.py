@@ -100,7 +100,7 @@ def online(world, tmp_path_factory):
 def outcome(run: trainer.Run):
     batch = make_batch(run.train, [0, 1], 2)
     trainable = {key: value for key, value in run.draft.params.items() if key != "embed_tokens"}
-    features = trainer._features(run, run.stored, run.cache, [0, 1], batch)
+    features = trainer.features_of(run, run.stored, run.cache, [0, 1], batch)
     return evaluate_batch(run.setup, run.frozen, trainable, batch, features)
 
 
@@ -303,6 +303,9 @@ def test_features_of_another_target_are_refused(prepare, documents, tmp_path):
     outside = [{**d, "ids": d["ids"] + 48} for d in documents]
     with pytest.raises(UserError, match="outside 0..47"):
         prepare(write(tmp_path / "c", outside[:2], "v1", [1, 2, 4]), stored)
+    one = write(tmp_path / "e", [*documents[:4], {**documents[4], "ids": documents[4]["ids"] + 48}], "v1", [1, 2, 4])
+    with pytest.raises(UserError, match=r"outside 0..47 / .*data_4\.pt"):  # any file, not only those measured
+        prepare(one, stored)
     mixed = write(tmp_path / "d", documents[:2], "v1", [1, 2, 4])
     write_torch(tmp_path / "d" / "data_9.ckpt", content(documents[0], "specforge", [1, 2, 4, 5]))
     with pytest.raises((UserError, WiringError), match="two kinds|ids"):

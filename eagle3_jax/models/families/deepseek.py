@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.blocks import Block, Linear, RMSNorm
-from eagle3_jax.models.config import DecoderConfig, ExpertsConfig, LatentConfig, common_config, counts
+from eagle3_jax.models.config import DecoderConfig, ExpertsConfig, LatentConfig, common_config, counts, positive_numbers
 from eagle3_jax.models.experts import Mixture, stacked
 from eagle3_jax.models.family import Family, Placed, Stored
 from eagle3_jax.models.rope import rotate
@@ -114,6 +114,7 @@ def read(raw: dict[str, Any], where: str) -> DecoderConfig:
         "topk_group",
     )
     counts(raw, where, *numbers)
+    positive_numbers(raw, where, "routed_scaling_factor", "q_lora_rank", "n_shared_experts")
     if raw.get("num_key_value_heads") not in (None, raw.get("num_attention_heads")):
         raise UserError(f"{where} has num_key_value_heads {raw['num_key_value_heads']} / MLA has one a query head")
     rope_dim, nope_dim = raw["qk_rope_head_dim"], raw["qk_nope_head_dim"]

@@ -9,7 +9,15 @@ from flax import nnx
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.blocks import MLP, Attention, block_norm
-from eagle3_jax.models.config import FULL, SLIDING, DecoderConfig, common_config, kinds_by_period, windows_of
+from eagle3_jax.models.config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    common_config,
+    kinds_by_period,
+    positive_numbers,
+    windows_of,
+)
 from eagle3_jax.models.family import Family
 from eagle3_jax.models.rope import rope_from_hf
 
@@ -65,6 +73,7 @@ def _read(raw: dict[str, Any], where: str, period: int, **rope: Any) -> DecoderC
     if raw.get("use_bidirectional_attention"):
         raise UserError(f"{where} has use_bidirectional_attention / that is an embedding model, no causal one")
     base = common_config(raw, where, KEYS, **rope)
+    positive_numbers(raw, where, "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
     kinds = raw.get("layer_types") or kinds_by_period(raw, period)
     return dataclasses.replace(
         base,

@@ -14,7 +14,15 @@ import numpy as np
 from flax import nnx
 
 from eagle3_jax.models.blocks import Attention, Block
-from eagle3_jax.models.config import DecoderConfig, ExpertsConfig, common_config, counts, kinds_by_period, windows_of
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    ExpertsConfig,
+    common_config,
+    counts,
+    kinds_by_period,
+    positive_numbers,
+    windows_of,
+)
 from eagle3_jax.models.experts import Experts, Mixture
 from eagle3_jax.models.family import Family, Placed, Stored
 
@@ -75,6 +83,7 @@ def read(raw: dict[str, Any], where: str) -> DecoderConfig:
     raw["num_local_experts"] = raw.get("num_local_experts") or raw.get("num_experts") or 128
     base = common_config(raw, where, KEYS, activations=("silu",), default_theta=150000.0)
     counts(raw, where, "num_local_experts", "num_experts_per_tok")
+    positive_numbers(raw, where, "swiglu_alpha", "swiglu_limit")
     experts = ExpertsConfig(
         count=raw["num_local_experts"],
         per_token=raw["num_experts_per_tok"],

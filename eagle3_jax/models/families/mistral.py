@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from eagle3_jax.models.config import SLIDING, DecoderConfig, common_config, windows_of
+from eagle3_jax.models.config import DecoderConfig, common_config, one_window
 from eagle3_jax.models.family import Family
 
 DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
@@ -12,12 +12,9 @@ DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 def read(raw: dict[str, Any], where: str) -> DecoderConfig:
     raw = DEFAULTS | raw
     base = common_config(raw, where)
-    window = raw["sliding_window"]
-    kinds = raw.get("layer_types") or ([SLIDING] * base.num_layers if window else [])
+    windows = one_window(raw, where, raw["sliding_window"])
     # Transformers reads no biases here, nor do the servers.
-    return dataclasses.replace(
-        base, windows=windows_of(raw, where, kinds, window), attention_bias=False, mlp_bias=False
-    )
+    return dataclasses.replace(base, windows=windows, attention_bias=False, mlp_bias=False)
 
 
 FAMILY = Family("MistralForCausalLM", read)

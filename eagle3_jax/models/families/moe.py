@@ -5,7 +5,7 @@ from typing import Any
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.blocks import Block
-from eagle3_jax.models.config import SLIDING, DecoderConfig, ExpertsConfig, common_config, counts, windows_of
+from eagle3_jax.models.config import DecoderConfig, ExpertsConfig, common_config, counts, one_window
 from eagle3_jax.models.experts import Mixture, stacked
 from eagle3_jax.models.family import Family, Placed, Stored
 
@@ -35,25 +35,20 @@ def read_qwen3_moe(raw: dict[str, Any], where: str) -> DecoderConfig:
         normalise=bool(raw.get("norm_topk_prob", False)),
         dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
     )
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    kinds = [SLIDING] * base.num_layers if window else []
-    return dataclasses.replace(
-        base, qk_norm=True, mlp_bias=False, experts=experts, windows=windows_of(raw, where, kinds, window)
-    )
+    windows = one_window(raw, where, raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None)
+    return dataclasses.replace(base, qk_norm=True, mlp_bias=False, experts=experts, windows=windows)
 
 
 def read_mixtral(raw: dict[str, Any], where: str) -> DecoderConfig:
     raw = MIXTRAL_DEFAULTS | raw
     base = common_config(raw, where, MIXTRAL_KEYS, default_theta=1e6)
     counts(raw, where, "num_local_experts", "num_experts_per_tok")
-    window = raw.get("sliding_window")
-    kinds = [SLIDING] * base.num_layers if window else []
     return dataclasses.replace(
         base,
         attention_bias=False,
         mlp_bias=False,
         experts=ExpertsConfig(raw["num_local_experts"], raw["num_experts_per_tok"], base.intermediate_size),
-        windows=windows_of(raw, where, kinds, window),
+        windows=one_window(raw, where, raw.get("sliding_window")),
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.models.config import SLIDING, DecoderConfig, common_config, windows_of
+from eagle3_jax.models.config import DecoderConfig, common_config, one_window
 from eagle3_jax.models.family import Family, Placed, Stored
 
 
@@ -17,11 +17,8 @@ def read(raw: dict[str, Any], where: str) -> DecoderConfig:
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
             raw[key] = {k: v for k, v in rope.items() if k != "type"} | {"rope_type": "longrope"}
     base = common_config(raw, where, ("embd_pdrop", "resid_pdrop"), partial=True)
-    window = raw.get("sliding_window")
-    kinds = raw.get("layer_types") or ([SLIDING] * base.num_layers if window else [])
-    return dataclasses.replace(
-        base, windows=windows_of(raw, where, kinds, window), attention_bias=False, mlp_bias=False
-    )
+    windows = one_window(raw, where, raw.get("sliding_window"))
+    return dataclasses.replace(base, windows=windows, attention_bias=False, mlp_bias=False)
 
 
 def place(config: DecoderConfig, tensors: Stored) -> Placed:

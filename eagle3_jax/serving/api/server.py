@@ -42,6 +42,9 @@ class Server(uvicorn.Server):
     def run_on(self, listener: socket.socket) -> int:
         """Serves; returns the exit code: 0, or 1 if the engine died."""
         self.run([listener])
+        if self.engine.state == "warming":  # its thread compiles for minutes, and cannot be interrupted
+            sys.stderr.flush()
+            os._exit(0)
         return 1 if self.engine_died else 0
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -63,7 +66,7 @@ class Server(uvicorn.Server):
                 _log.info(state)
             await asyncio.sleep(0.1)
         try:
-            if self.engine.state != "dead":
+            if self.engine.state not in ("warming", "dead"):
                 _log.info("draining", extra={"facts": {"seconds": self.drain_seconds}})
                 await self.engine.drain(self.drain_seconds)
             self.engine_died = self.engine.state == "dead"

@@ -81,7 +81,7 @@ function busy(yes) {
   element("send").hidden = yes;
   element("stop").hidden = !yes;
   for (const id of ["tab-chat", "tab-race", "clear"]) element(id).disabled = yes;
-  element("starters").hidden = yes || element("log").childElementCount > 0;
+  element("empty").hidden = yes || element("log").childElementCount > 0;
   element("race-starters").hidden = yes;
 }
 
@@ -101,12 +101,12 @@ function select(tab) {
   element("prompt").placeholder = racing() ? "A prompt for both" : "Ask something";
 }
 
-// What the server has compiled: other kinds cannot be chosen, and the fields start at something it has.
+// The fields start at something the server has compiled. Without a draft it can only decode plainly.
 function offer(strategies) {
   if (!strategies) return;
   for (const name of ["chain", "tree"]) {
     const shapes = strategies.filter((strategy) => strategy.startsWith(`${name}:`));
-    document.querySelector(`[name=kind][value=${name}]`).disabled = !shapes.length;
+    document.querySelector(`[name=kind][value=${name}]`).disabled = strategies.join() === "plain";
     if (!shapes.length) continue;
     const fields = { chain: ["chain-depth"], tree: ["tree-depth", "tree-top", "tree-nodes"] }[name];
     const current = `${name}:${fields.map(number).join("x")}`;
@@ -119,7 +119,8 @@ function offer(strategies) {
 function note() {
   const shapes = served?.strategies?.filter((strategy) => strategy.startsWith(`${kind()}:`)) ?? [];
   if (served?.strategies?.join() === "plain") return "This server has no draft: it decodes plainly.";
-  return shapes.length ? `${NOTES[kind()]} This server has ${shapes.join(", ")}.` : NOTES[kind()];
+  if (shapes.length) return `${NOTES[kind()]} This server has ${shapes.join(", ")} ready; the first use of another takes longer.`;
+  return served && kind() === "tree" ? `${NOTES[kind()]} The first use takes longer.` : NOTES[kind()];
 }
 
 function shape() {

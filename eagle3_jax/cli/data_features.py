@@ -1,0 +1,42 @@
+"""`eagle3 data features`: run the target over data once and store its states."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from eagle3_jax.cli.common import DTypeOption, TargetOption, note, open_target
+from eagle3_jax.errors import UserError
+
+
+def store_features(
+    files: Annotated[list[str], typer.Argument(help="Data as for training: JSONL, JSON, Parquet, hf:NAME.")],
+    target: TargetOption,
+    out: Annotated[Path, typer.Option(help="Folder of the store; continued if it is there.")],
+    taps: Annotated[str, typer.Option(help="Canonical points, as 2,15,27, or `paper`.")] = "paper",
+    store_dtype: Annotated[
+        Literal["bfloat16", "int8"], typer.Option(help="int8: half the disk, one scale for each token and state.")
+    ] = "bfloat16",
+    length: Annotated[int, typer.Option(min=8, help="Tokens a document is cut at, as data.length of a config.")] = 2048,
+    batch_rows: Annotated[int, typer.Option(min=1, help="Packed rows that the target reads together.")] = 4,
+    dtype: DTypeOption = "bfloat16",
+) -> None:
+    """Store the target's states, to train from with data.train=OUT. Prints the disk it takes first."""
+    loaded = open_target(target, dtype)
+    from eagle3_jax.taps import TapSet, paper_taps
+    from eagle3_jax.training.dataset import read_documents
+    from eagle3_jax.training.make_store import make_store
+
+    if taps != "paper" and not all(number.strip().isdigit() for number in taps.split(",")):
+        raise UserError(f"--taps {taps!r} is no list of numbers / such as 2,15,27, or `paper`")
+    points = paper_taps(loaded.num_layers) if taps == "paper" else TapSet([int(t) for t in taps.split(",")])
+    documents = read_documents(files, loaded)
+    if documents.samples is not None:
+        raise UserError(f"these are stored features already / {', '.join(files)} / train from them as they are")
+    note(f"{len(documents.items)} documents, {documents.words()}")
+
+    def progress(done: int, total: int) -> None:
+        note(f"shard {done} of {total}")
+
+    make_store(loaded, documents.items, points, out, store_dtype, length, batch_rows, progress=progress, say=note)
+    note(f"store written to {out} / train from it with data.train={out}")

@@ -1,0 +1,106 @@
+"""One mesh for target and draft: eight devices in two processes train what one device trains, and it goes on there."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from jax.sharding import PartitionSpec
+
+from eagle3_jax.errors import UserError
+from eagle3_jax.sharding import PARAMETERS, make_mesh, spec
+from eagle3_jax.training import run_folder, trainer
+from tests.training.conftest import read_metrics
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_where_weights_go() -> None:
+    mesh = {"data": 2, "fsdp": 2, "tensor": 4}
+    assert spec(mesh, "q_proj", (64, 32)) == PartitionSpec(("tensor",), ("fsdp",))
+    assert spec(mesh, "o_proj", (32, 64)) == PartitionSpec(("fsdp",), ("tensor",))
+    assert spec(mesh, "lm_head", (51, 32)) == PartitionSpec(None, ("fsdp",))  # 51 rows do not divide
+    assert spec(mesh, "norm", (32,)) == spec(mesh, "q_proj", (64,)) == PartitionSpec()
+
+
+def test_every_matrix_has_a_place(world, tmp_path) -> None:
+    config = world.config(tmp_path)
+    run = trainer.prepare(config, config.run_dir, world.target, None, lambda line: None)
+    run.checkpoints.close()
+    for tree in (run.frozen.target, run.draft.params):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            assert leaf.ndim < 2 or path[-2].key in PARAMETERS, path
+
+
+def test_mistakes_are_one_line(world, tmp_path) -> None:
+    with pytest.raises(UserError, match="mesh of 1 x 2 x 1 .data, fsdp, tensor. for 1 devices"):
+        trainer.train(world.config(tmp_path).model_copy(update={"mesh": _mesh(fsdp=2)}), target=world.target)
+    assert make_mesh(None, 1, 1) is None
+
+
+def _mesh(**sizes):
+    from eagle3_jax.config import MeshConfig
+
+    return MeshConfig(**sizes)
+
+
+@pytest.mark.slow
+def test_eight_devices_in_two_processes_are_one_device(world, tmp_path) -> None:
+    """Two processes of four devices, over gloo: data 2 x fsdp 2 x tensor 2. They stop after half of the run; one
+    device goes on. The losses are those of one device all the way, to float32 tolerance."""
+    sections = {"training": {"batch_rows": 4, "epochs": 2, "evaluate_every": 2, "checkpoint_every": 2}}
+    alone, shared = world.config(tmp_path, "alone", **sections), world.config(tmp_path, "shared", **sections)
+    trainer.train(alone, target=world.target)
+    expected = read_metrics(alone.run_dir)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(run_folder.plain(shared)))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    command = [sys.executable, "-c", STOP_AFTER_TWO, "train", "--config", file, "mesh.fsdp=2", "mesh.tensor=2"]
+    command += ["--coordinator", address, "--processes", "2", "--process"]
+    processes = [
+        subprocess.Popen([*command, str(i)], env=environment, cwd=REPO, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    said = [process.communicate(timeout=600)[1] for process in processes]
+    assert [process.returncode for process in processes] == [130, 130], said
+    assert "stopped at step 2 of 4" in said[0]
+    config = yaml.safe_load((shared.run_dir / "config.yaml").read_text())
+    assert config["mesh"] == {"data": None, "fsdp": 2, "tensor": 2}
+    said = []
+    trainer.train(shared, resume=True, target=world.target, say=said.append)
+    assert "resuming at step 2 of 4" in said
+    got = read_metrics(shared.run_dir)
+    assert [row["step"] for row in got] == [1, 2, 3, 4]
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine["loss_by_step"], theirs["loss_by_step"], rtol=2e-4)
+        np.testing.assert_allclose(mine["grad_norm"], theirs["grad_norm"], rtol=2e-3)
+        if "heldout" in theirs:
+            np.testing.assert_allclose(
+                mine["heldout"]["loss_first_step"], theirs["heldout"]["loss_first_step"], rtol=2e-4
+            )
+
+
+# SIGTERM reaches the second process only; both save and stop.
+STOP_AFTER_TWO = """
+import os, signal, sys
+from eagle3_jax.cli.main import main
+from eagle3_jax.training import trainer
+import jax
+make_batch, calls = trainer.make_batch, []
+def counted(*arguments):
+    calls.append(0)
+    if len(calls) == 2 and jax.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return make_batch(*arguments)
+trainer.make_batch = counted
+sys.exit(main(sys.argv[1:]))
+"""
