@@ -17,12 +17,12 @@ install_demo_model = [ -e .venv/.demo-model ] || { \
 # interrupted, or the folder was moved or copied (scripts in .venv hold absolute paths): start over.
 STALE := $(shell [ "$$(cat .venv/.ready 2>/dev/null)" = "$$(pwd -P)" ] || echo FORCE)
 
-.PHONY: help setup demo test soak clean FORCE
+.PHONY: help setup demo test test-all lint soak clean FORCE
 
 help:
 	@echo "make setup   create .venv and install everything, the demo model included"
 	@echo "make demo    train a small draft, generate with it, and compare with plain decoding (runs/demo/)"
-	@echo "make test    lint, format check and all tests"
+	@echo "make test    lint, format check and tests; make test-all adds those that repeat others on more cases"
 	@echo "make soak    2,000 requests of all shapes to a server of a tiny pair, each answer checked"
 	@echo "make clean   remove .venv, caches and build output (runs/ stays)"
 
@@ -32,10 +32,15 @@ setup: .venv/.ready
 demo: .venv/.demo-model
 	.venv/bin/eagle3 demo
 
-test: .venv/.ready
+test: lint
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m 'not extended'
+
+test-all: lint
+	.venv/bin/python -m pytest -n 2 --dist loadfile
+
+lint: .venv/.ready
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
-	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 soak: .venv/.ready
 	.venv/bin/python bench/load.py --tiny --requests 2000 --rate 100 --in-flight 24 --abort 0.1 --malformed 0.05 --check \

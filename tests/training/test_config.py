@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from eagle3_jax.config import Config, OptimiserConfig, TrackingConfig, load_config
+from eagle3_jax.config import Config, EvaluationConfig, OptimiserConfig, TrackingConfig, load_config
 from eagle3_jax.errors import UserError
 from eagle3_jax.training.optimiser import make_optimiser
 from eagle3_jax.training.trainer import train
@@ -133,12 +133,12 @@ def test_every_field_is_used(world, tmp_path, monkeypatch) -> None:
             read.add((type(self), name))
         return BaseModel.__getattribute__(self, name)
 
-    evaluation = {"count": 1, "max_new_tokens": 2, "strategy": "chain:2"}
-    config = world.config(tmp_path, draft={"initialise": "last_block"}, training={"epochs": 1}, evaluation=evaluation)
+    config = world.config(tmp_path, draft={"initialise": "last_block"}, training={"epochs": 1})
     models = {type(config), *(type(value) for _, value in config if isinstance(value, BaseModel))}
     for model in models:
         monkeypatch.setattr(model, "__getattribute__", recording, raising=False)
     train(config)
     make_optimiser(OptimiserConfig(name="muon"))
-    elsewhere = {(TrackingConfig, "project")}  # trackers are off here
+    # Trackers and generating for real are off here.
+    elsewhere = {(TrackingConfig, "project"), *((EvaluationConfig, name) for name in EvaluationConfig.model_fields)}
     assert {(model, name) for model in models for name in model.model_fields} - elsewhere == read - elsewhere
