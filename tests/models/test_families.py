@@ -114,11 +114,11 @@ def test_speculative_text_is_hugging_faces_greedy_text(load, name: str) -> None:
     assert [answer.tokens for answer in answers] == greedy
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek", "olmo2"])
+@pytest.mark.parametrize("name", ["gemma2", "deepseek"])
 def test_a_step_of_training_lowers_the_loss(load, name: str) -> None:
     target, expected = load(f"{name}_tiny")
     draft = random_draft(target, taps=(0, 1, 3), d2t=np.arange(0, 64, 2), layer=LAYER)
-    setup = Setup(target.graph, draft.graph, draft.taps, optax.sgd(0.1), 2, 1.0, 0.0, "float32")
+    setup = Setup(target.graph, draft.graph, draft.taps, optax.sgd(0.1), 2, compute_dtype="float32")
     trainable = {key: value for key, value in draft.params.items() if key != "embed_tokens"}
     frozen = Frozen(target.params, {"embed_tokens": draft.params["embed_tokens"]}, jnp.asarray(draft.d2t))
     ids = jnp.asarray(expected["input_ids"], jnp.int32)

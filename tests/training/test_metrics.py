@@ -83,13 +83,15 @@ def test_the_meter_adds_up() -> None:
         "none right": ([[0] * 5, [0] * 5], [[1, 0], [2, 2], [2, 1]]),  # rounds: 0, 0, 0, 0
     }
     for hits, counts in batches.values():
-        meter.add(Acceptance(*np.array(counts)), np.array(hits, bool)[:, None], mask, documents)
+        meter.add(Acceptance(*np.array(counts)), np.array(hits, bool)[:, None], mask, documents, covered=4)
     assert (meter.accepted, meter.rounds) == (2, 6)
     assert meter.summary() == {
         "simulated_tau": 1 + 2 / 6,
         "slot_tau": 1 + 6 / 10 + 3 / 8,
         "full_acceptance": [0.6, 0.375],
         "conditional_acceptance": [0.6, 0.6],
+        "accuracy": 0.6,
+        "accuracy_in_vocabulary": 6 / 8,
     }
 
 
@@ -99,4 +101,6 @@ def test_a_meter_without_rounds() -> None:
         "slot_tau": 1.0,
         "full_acceptance": [0.0, 0.0],
         "conditional_acceptance": [0.0, 0.0],
+        "accuracy": 0.0,
+        "accuracy_in_vocabulary": 0.0,
     }

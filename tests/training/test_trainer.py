@@ -1,6 +1,7 @@
 """Whole runs on a tiny target: what they write, and that interruptions, limits and mistakes do no harm."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
