@@ -114,7 +114,8 @@ def expected(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     )
     out = model(ids, output_hidden_states=True, use_cache=False)
     hook.remove()
-    tensors |= {f"hidden.{k}": state for k, state in enumerate(out.hidden_states[:-1])}
+    # Block inputs only: Hugging Face's state after the last block has been through the final norm.
+    tensors |= {f"hidden.{k}": out.hidden_states[k] for k in range(len(blocks))}
     tensors |= {"logits": out.logits, "pre_norm_last": last["x"]}
     answer = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False

@@ -164,12 +164,13 @@ def test_supervised_are_the_answers_with_their_end_token(name: str, contents: tu
     assert supervised(make(), chat(*contents)) == [space + answer + end for answer in contents[1::2]]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("system", [None, "You are helpful"])
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [(name, None) for name in FORMATS]
+    + [(name, "You are helpful") for name, (_, _, _, has_system) in FORMATS.items() if has_system],
+)
 def test_ids_before_each_answer_are_those_a_server_sends(name: str, system: str | None) -> None:
-    make, _, _, has_system = FORMATS[name]
-    if system and not has_system:
-        pytest.skip(f"{name} refuses system prompts")
+    make, _, _, _ = FORMATS[name]
     tokenizer, without = make(), ChatOptions(template={"enable_thinking": False})
     record = chat("Grüße, how are you?", "I am 🙂.", "2 + 2?", "4", "x", "", system=system)
     found = runs(tokenizer, record, without)

@@ -46,6 +46,8 @@ def connect(address: str) -> openai.OpenAI:
 
 
 VOCAB = len(TOKENIZER)
+TEXT = "Hello wörld, the 🚀 end"
+HI = [{"role": "user", "content": "hi"}]
 
 
 def ids(text: str) -> list[int]:
@@ -136,3 +138,20 @@ def fake_server(script: Callable[[Request], Sequence[Any]], tokenizer=TOKENIZER,
     engine = FakeEngine(script)
     with serving(create_app(make_service(engine, tokenizer, most_requests=most_requests), **app)) as address:
         yield address, engine
+
+
+def get(address: str, **more) -> httpx2.Response:
+    return HTTP.get(address, **more)
+
+
+def post(server, path: str, body=None, **more) -> httpx2.Response:
+    return HTTP.post(server[0] + path, **({"json": body} if body is not None else {}) | more)
+
+
+def refused(answer: httpx2.Response, status: int = 400, param: str | None = None) -> str:
+    """The message of an error in OpenAI's shape, of this status and about this field."""
+    error = answer.json()["error"]
+    assert answer.status_code == status, answer.text
+    assert error.keys() == {"message", "type", "param", "code"} and answer.headers["x-request-id"]
+    assert param is None or error["param"] == param, error
+    return error["message"]

@@ -1,8 +1,6 @@
-"""The OpenAI API over an engine that plays scripts: with the real client, and with requests no client would send."""
+"""The OpenAI API over an engine that plays scripts: what clients get, with the real one and by hand."""
 
-import contextlib
 import json
-import socket
 import threading
 import time
 
@@ -10,40 +8,30 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from eagle3_jax.serving.requests import Delta, EngineStopped, QueueFull
-from tests.serving.fake_engine import END, HTTP, TOKENIZER, VOCAB, byte_tokenizer, connect, fake_server, ids, saying
+from eagle3_jax.serving.requests import Delta
+from tests.serving.fake_engine import (
+    END,
+    HI,
+    HTTP,
+    TEXT,
+    TOKENIZER,
+    VOCAB,
+    byte_tokenizer,
+    connect,
+    fake_server,
+    get,
+    ids,
+    post,
+    refused,
+    saying,
+)
 
-TEXT = "Hello wörld, the 🚀 end"
-HI = [{"role": "user", "content": "hi"}]
 SYSTEM = [{"role": "system", "content": "be brief"}]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with fake_server(saying(TEXT, 3, 1, 2)) as (address, engine):
-        yield address, engine
 
 
 @pytest.fixture(scope="module")
 def client(server):
     return connect(server[0])
-
-
-def get(address: str, **more) -> httpx.Response:
-    return HTTP.get(address, **more)
-
-
-def post(server, path: str, body=None, **more) -> httpx.Response:
-    return HTTP.post(server[0] + path, **({"json": body} if body is not None else {}) | more)
-
-
-def refused(answer: httpx.Response, status: int = 400, param: str | None = None) -> str:
-    """The message of an error in OpenAI's shape, of this status and about this field."""
-    error = answer.json()["error"]
-    assert answer.status_code == status, answer.text
-    assert error.keys() == {"message", "type", "param", "code"} and answer.headers["x-request-id"]
-    assert param is None or error["param"] == param, error
-    return error["message"]
 
 
 def test_chat(client, server):
@@ -195,98 +183,6 @@ def test_stats(client, server):
     assert not any(hasattr(chunk, "eagle3") for chunk in quiet[:-1]) and quiet[-1].eagle3["accepted"] == accepted
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": "a", "bogus": 1}, "bogus"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
-        ({"prompt": "a", "guided_regex": "b"}, "guided_regex"),
-        ({"prompt": "a", "best_of": 3}, "best_of"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "temperature": -1}, "temperature"),
-        ({"prompt": "a", "temperature": "0.5"}, "temperature"),
-        ({"prompt": "a", "temperature": True}, "temperature"),
-        ({"prompt": "a", "top_p": 0}, None),
-        ({"prompt": "a", "top_p": 1.1}, None),
-        ({"prompt": "a", "top_k": 1.5}, "top_k"),
-        ({"prompt": "a", "min_p": 1}, None),
-        ({"prompt": "a", "n": 0}, "n"),
-        ({"prompt": "a", "n": 129}, "n"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "max_tokens": 4096}, None),  # with the prompt one too many
-        ({"prompt": "a", "seed": 2**64}, "seed"),
-        ({"prompt": "a", "stop": ""}, "stop"),
-        ({"prompt": "a", "stop": ["a"] * 33}, "stop"),
-        ({"prompt": "a", "stop": 3}, "stop"),
-        ({"prompt": "a", "stop_token_ids": [VOCAB]}, None),
-        ({"prompt": "a", "min_tokens": 20}, None),  # more than max_tokens
-        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1"),
-        ({"prompt": "a", "logit_bias": {"100000": 1}}, None),
-        ({"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
-        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "a", "stream": "yes"}, "stream"),
-        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
-        ({"prompt": "a", "eagle3": {"strategies": "plain"}}, "eagle3.strategies"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": [[1], []]}, "prompt"),
-        ({"prompt": [1.0]}, "prompt"),
-        ({"prompt": [True]}, "prompt"),
-        ({"prompt": [VOCAB]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": {"text": "a"}}, "prompt"),
-        ({"prompt": ["a"] * 129}, "prompt"),
-        ({}, "prompt"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "alien", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None),
-        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0].weight"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
-        ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"messages": HI, "functions": []}, "functions"),
-        ({"messages": HI, "modalities": ["audio"]}, "modalities.0"),
-        ({"messages": HI, "parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ],
-)  # fmt: skip
-def test_what_is_not_supported_is_refused(server, body, param):
-    count = len(server[1].requests)
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    assert len(refused(post(server, path, body), 400, param)) > 5
-    assert len(server[1].requests) == count
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'"a"',
-        b'{"prompt": NaN}',
-        b'{"prompt": "a", "temperature": Infinity}',
-        b'{"prompt": "a", "temperature": 1e999}',
-        b'{"prompt": "\xff"}',
-        b'{"prompt": "\\ud800"}',
-        b"[" * 100_000,
-        b'{"prompt": ' + b"9" * 5000 + b"}",
-    ],
-    ids=lambda raw: repr(raw[:30]),
-)
-def test_bodies_that_are_no_json_object(server, raw):
-    refused(post(server, "/v1/completions", content=raw))
-
-
 def test_null_is_not_given_and_who_asks_changes_nothing(server):
     nothing = dict.fromkeys(["suffix", "best_of", "logit_bias", "stop", "n", "seed", "logprobs", "stream", "user"])
     answer = post(server, "/v1/completions", nothing | {"prompt": "a", "user": "me", "metadata": {"a": "b"}})
@@ -324,14 +220,6 @@ def test_one_bos_whoever_writes_it():
         assert post(server, "/tokenize", {"prompt": "hi"}).json()["tokens"] == [0, *ids("hi")]
 
 
-def test_a_template_that_refuses_messages_is_the_client_s_error():
-    tokenizer = byte_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with fake_server(saying("a"), tokenizer) as server:
-        assert "alternate" in refused(post(server, "/v1/chat/completions", {"messages": HI}))
-    with fake_server(saying("a"), byte_tokenizer("")) as server:
-        assert "no chat template" in refused(post(server, "/v1/chat/completions", {"messages": HI}))
-
-
 def test_models_tokenize_health_and_paths(client, server):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == 4096
@@ -360,108 +248,6 @@ def test_request_ids(server):
         assert returned == given if given == "abc-1" else len(returned) == 32
     engine_ids = [request.request_id for request in server[1].requests]
     assert len(set(engine_ids)) == len(engine_ids)
-
-
-def test_api_key():
-    with fake_server(saying("a"), api_key="sécret") as server:
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sécret".encode()}):
-                refused(post(server, path, {"prompt": "a"}, headers=headers), 401)
-        refused(get(server[0] + "/v1/models"), 401)
-        assert get(server[0] + "/health").status_code == 200
-        good = {"Authorization": "Bearer sécret".encode()}
-        assert post(server, "/v1/completions", {"prompt": "a"}, headers=good).status_code == 200
-        assert not [request for request in server[1].requests[1:]]
-
-
-def test_body_limit():
-    with fake_server(saying("a"), max_body=1000) as server:
-        assert "1000" in refused(post(server, "/v1/completions", {"prompt": "a" * 1000}), 413)
-
-        def unannounced():
-            for _ in range(50):
-                yield b"a" * 100
-
-        with contextlib.suppress(httpx.TransportError):  # the server may close while the body is still being sent
-            refused(post(server, "/v1/completions", content=unannounced()), 413)
-        assert post(server, "/v1/completions", {"prompt": "a" * 900}).status_code == 200
-
-
-def test_an_upload_that_breaks_off_is_no_error_of_ours(server, caplog):
-    host, port = server[0].removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"prompt":')
-    assert post(server, "/v1/completions", {"prompt": "a"}).status_code == 200
-    assert not [record for record in caplog.records if record.exc_info]
-
-
-def test_a_text_that_cannot_fit_is_not_even_tokenised(server):
-    long = "a" * 10**6
-    chat = {"messages": [{"role": "user", "content": long}]}
-    for path, body in (("/v1/completions", {"prompt": long}), ("/v1/chat/completions", chat)):
-        assert "1000000 characters" in refused(post(server, path, body))
-
-
-def test_more_choices_than_the_server_holds_are_refused():
-    with fake_server(saying("a"), most_requests=4) as server:
-        assert "4 at most" in refused(post(server, "/v1/completions", {"prompt": ["a"] * 3, "n": 2}))
-        assert post(server, "/v1/completions", {"prompt": ["a"] * 2, "n": 2}).status_code == 200
-
-
-def test_cors_is_off_unless_asked_for(server):
-    origin = {"Origin": "http://elsewhere"}
-    assert "access-control-allow-origin" not in get(server[0] + "/health", headers=origin).headers
-    with fake_server(saying("a"), cors_origins=["http://elsewhere"], api_key="k") as other:
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-        answer = HTTP.request("OPTIONS", other[0] + "/v1/completions", headers=origin | asked)
-        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "http://elsewhere"
-        assert "access-control-allow-origin" not in get(other[0] + "/health", headers={"Origin": "http://x"}).headers
-
-
-FAILURES = {
-    429: [QueueFull(2.2)],
-    503: [EngineStopped("draining")],
-    500: [RuntimeError("a secret path")],
-    504: [Delta((5,), (0,)), Delta((), (), finish_reason="deadline")],
-}
-
-
-@pytest.mark.parametrize("status", FAILURES)
-@pytest.mark.parametrize("stream", [False, True])
-def test_failures_have_their_status(status, stream, caplog):
-    with fake_server(lambda request: FAILURES[status]) as server:
-        answer = post(server, "/v1/completions", {"prompt": "a", "n": 2, "stream": stream})
-        if status == 504 and stream:  # too late for a status: an event
-            assert answer.status_code == 200 and '"error"' in answer.text and answer.text.endswith("data: [DONE]\n\n")
-            with pytest.raises(openai.APIError, match="longer"):
-                list(connect(server[0]).completions.create(model="tiny", prompt="a", stream=True))
-            return
-        message = refused(answer, status)
-        assert "secret" not in message
-        assert answer.headers.get("retry-after") == {429: "3", 503: "5"}.get(status)
-
-
-def test_a_request_that_fails_fails_alone(server):
-    def script(request):
-        if request.prompt[0] == ids("x")[0]:
-            return [Delta((), (), finish_reason="error", error="NaN logits")]
-        return saying("fine")(request)
-
-    with fake_server(script) as server:
-        bad = post(server, "/v1/completions", {"prompt": "x"})
-        assert "NaN logits" in refused(bad, 500)
-        assert post(server, "/v1/completions", {"prompt": "a"}).json()["choices"][0]["text"] == "fine"
-
-
-def test_states_other_than_ready_are_503(server):
-    with fake_server(saying("a")) as server:
-        for state, error in (("warming", None), ("draining", None), ("dead", "out of memory")):
-            server[1].state, server[1].error = state, error
-            health = get(server[0] + "/health")
-            assert health.status_code == 503 and health.json() == {"status": state, "error": error}
-            message = refused(post(server, "/v1/completions", {"prompt": "a"}), 503)
-            assert error is None or error in message
-        assert not server[1].requests
 
 
 def wait_for(condition) -> None:
