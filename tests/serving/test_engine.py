@@ -159,6 +159,25 @@ def test_a_strategy_that_only_a_request_names(pair, engine, alone) -> None:
         few.check(asked("many", PROMPTS[2], strategy="chain:20"))
 
 
+def test_rounds_are_timed_without_what_plain_rounds_left_the_draft_to_read(engine, monkeypatch) -> None:
+    runner, read = engine._runner, []
+
+    def time_each(run, strategies, prepare):
+        for strategy in (*strategies, *strategies):
+            prepare()
+            read.clear()
+            run(strategy)
+            assert not read
+        return {}
+
+    catch_up = runner._catch_up
+    monkeypatch.setattr(runner, "_catch_up", lambda rows: (read.append(rows), catch_up(rows)))
+    monkeypatch.setattr("eagle3_jax.serving.runner.time_each", time_each)
+    monkeypatch.setattr("eagle3_jax.serving.runner.known_costs", lambda key, strategies, measure: measure())
+    for size in (1, 2):
+        runner._measure(size)
+
+
 def test_auto_chooses_among_what_is_compiled(engine, alone) -> None:
     deltas = run(engine, asked("auto", PROMPTS[2], strategy="auto"))[0]
     assert tokens(deltas) == alone["plain"][2].tokens
