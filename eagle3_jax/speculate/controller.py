@@ -21,7 +21,7 @@ _GAIN = 1.02  # what drafting must promise: costs are measured to a percent or t
 _PROBES = 0.005  # share of the time that probes may cost
 _MEMORY = 0.98  # weight of a count after one more: the last fifty decide
 _GUESS = 0.3  # acceptance before anything is known
-_PULL, _TRAINED = 2.0, 8.0  # counts that guesses and what training measured stand for
+_PULL, _TRAINED = 2.0, 2.0  # counts that guesses and what training measured stand for
 _SEVERAL = 1.5  # a level of a tree is wrong as often as a chain's would be to this power
 
 

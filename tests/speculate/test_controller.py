@@ -115,7 +115,7 @@ def test_what_training_measured_is_the_first_guess(tiny_draft) -> None:
         assert guess(unusable) is None
     for unusable in ([0.4, None], [2.0], "0.4", [float("nan")]):
         assert guess({"training": {"conditional_acceptance": unusable}}) is None
-    assert Controller(5, [0.4, 0.3]).rates == pytest.approx([0.4, 0.32, 0.32, 0.32, 0.32])
+    assert Controller(5, [0.4, 0.3]).rates == pytest.approx([0.4, 0.35, 0.35, 0.35, 0.35])
 
 
 # --- texts and acceptance while strategies change
