@@ -153,6 +153,16 @@ class Placement:
         """As `tensor=4`; None on one device."""
         return None if self.mesh is None else ",".join(f"{axis}={n}" for axis, n in self.mesh.shape.items() if n > 1)
 
+    def uneven(self, name: str, heads: int, kv_heads: int) -> str | None:
+        """One line where the heads of a model do not divide over the devices, else None."""
+        parts = 1 if self.mesh is None else self.mesh.shape["tensor"]
+        whole = [f"{n} {kind}" for n, kind in ((heads, "query"), (kv_heads, "key/value")) if n % parts]
+        if not whole:
+            return None
+        return f"note: the {name} has {' and '.join(whole)} heads, which do not divide over tensor={parts}: " + (
+            "its keys and values are whole on every device" if kv_heads % parts else "they are moved about each round"
+        )
+
     def check_rows(self, rows: int, what: str) -> None:
         """UserError unless a batch of so many rows divides over the devices."""
         parts = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
@@ -203,9 +213,9 @@ class Placement:
 
         return jax.tree.map(put, tree, is_leaf=lambda part: isinstance(part, KV))
 
-    def made(self, make: Callable[[], Any]) -> Any:
-        """`kept` of what `make` returns, of which no device ever holds more than its part."""
-        return make() if self.mesh is None else jax.jit(lambda: self.kept(make()))()
+    def made(self, make: Callable, *arrays: Any) -> Any:
+        """`kept` of make(*arrays), of which no device ever holds more than its part."""
+        return make(*arrays) if self.mesh is None else jax.jit(lambda *given: self.kept(make(*given)))(*arrays)
 
     def own(self, rows: Any) -> Any:
         """Of the rows of a batch (a list, or an array [rows, ...]), those that this process's devices need."""
@@ -261,6 +271,9 @@ class Placement:
     def gathered(self, tree: Any) -> Any:
         """A tree of sharded arrays as whole ones."""
         return tree if self.mesh is None else jax.jit(self.whole)(tree)
+
+
+ONE_DEVICE = Placement(None)
 
 
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:

@@ -20,7 +20,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.models.fingerprint import differing_facts, same_weights
 from eagle3_jax.models.target import Target, checked_ids, resolve
 from eagle3_jax.models.weights import Graph, Params, abstract_params, fill, flatten
-from eagle3_jax.sharding import Placement
+from eagle3_jax.sharding import ONE_DEVICE, Placement
 from eagle3_jax.taps import Taps, TapSet
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -168,7 +168,7 @@ def load_draft(path: str | Path, dtype: str | None = None, taps=None, target: Ta
     place = resolve(path, also=("pytorch_model*.bin",))
     given = None if taps is None else TapSet(taps)
     checkpoint = read_checkpoint(place, given, num_layers=target.num_layers if target else None)
-    draft = assemble(checkpoint, str(place), dtype, Placement(None) if target is None else target.placement)
+    draft = assemble(checkpoint, str(place), dtype, ONE_DEVICE if target is None else target.placement)
     return draft if target is None else draft.bind(target)
 
 
@@ -219,10 +219,9 @@ def checkpoint_of(
     return Checkpoint(config, tensors, facts)
 
 
-def assemble(
-    checkpoint: Checkpoint, where: str, dtype: str | None = None, placement: Placement = Placement(None)
-) -> Draft:
-    """The draft of a checkpoint, on the devices of the placement. Raises UserError for a map, tensor or shape that does not fit."""
+def assemble(checkpoint: Checkpoint, where: str, dtype: str | None = None, placement: Placement = ONE_DEVICE) -> Draft:
+    """The draft of a checkpoint, on the devices of the placement. Raises UserError for a map, tensor or shape that does
+    not fit."""
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     _check_layers(config, tensors, where)  # before a network of as many is made
     graph, shapes = draft_graph(config)

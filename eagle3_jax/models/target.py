@@ -29,7 +29,7 @@ from eagle3_jax.models.weights import (
     safetensors_files,
     with_progress,
 )
-from eagle3_jax.sharding import Placement, parse_mesh
+from eagle3_jax.sharding import ONE_DEVICE, Placement, parse_mesh
 from eagle3_jax.taps import Taps, TapSet
 
 
@@ -58,7 +58,7 @@ class Target:
     hub_id: str | None
     no_tokenizer: str | None = None
     architecture: str = "LlamaForCausalLM"
-    placement: Placement = Placement(None)
+    placement: Placement = ONE_DEVICE
 
     @property
     def num_layers(self) -> int:

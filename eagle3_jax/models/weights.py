@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.errors import UserError
-from eagle3_jax.sharding import Placement
+from eagle3_jax.sharding import ONE_DEVICE, Placement
 
 Params = dict[str | int, Any]  # nested; entries of a layer list have integer keys
 
@@ -173,7 +173,7 @@ def fill(
     where: str,
     ignore=(),
     float32=(),
-    placement: Placement = Placement(None),
+    placement: Placement = ONE_DEVICE,
 ) -> Params:
     """Builds the nested parameter tree; every expected name must come exactly once, in its shape, and nothing else.
 

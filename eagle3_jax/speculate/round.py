@@ -21,7 +21,7 @@ from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.models.attention import KV, cached_where, causal, empty_cache, finite
 from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.weights import Graph, Params
-from eagle3_jax.sharding import Placement
+from eagle3_jax.sharding import ONE_DEVICE, Placement
 from eagle3_jax.speculate.drafting import DraftState, draft_tree, extend, fast_rows, window_mask
 from eagle3_jax.speculate.sampling import Sampling, choose, observe
 from eagle3_jax.speculate.strategy import Strategy
@@ -62,7 +62,7 @@ class Models(NamedTuple):
     target: Graph
     draft: Graph | None
     taps: TapSet | None
-    placement: Placement = Placement(None)
+    placement: Placement = ONE_DEVICE
 
 
 class Weights(NamedTuple):
