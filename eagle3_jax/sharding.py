@@ -172,6 +172,20 @@ class Placement:
     def weights(self, tree: Any) -> Any:
         """Parameters, the same on every process, each device getting its part; those that are there already stay."""
         if self.mesh is None:
+            so = (
+                "its keys and values are whole on every device" if kv_heads % parts else "parts of them are moved about"
+            )
+        return f"note: the {name} has {' and '.join(whole)} heads, which do not divide over tensor={parts}: {so}"
+
+    def check_rows(self, rows: int, what: str) -> None:
+        """UserError unless a batch of so many rows divides over the devices."""
+        parts = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        if rows % parts:
+            raise UserError(f"{what}: {rows} is not a multiple of mesh.data x mesh.fsdp, {parts} / change one of them")
+
+    def weights(self, tree: Any) -> Any:
+        """Parameters, the same on every process, each device getting its part; those that are there already stay."""
+        if self.mesh is None:
             return tree
         return jax.tree.map(_put, tree, shardings(self.mesh, tree))
 

@@ -60,7 +60,8 @@ def generate_many(
             group = [queue.popleft() for _ in range(min(len(free), _GROUP, len(queue)))]
             new, first = _read_prompts(target, models, weights, group, cache_length, temperature, top_p, seed)
             places = [free[min(i, len(group) - 1)] for i in range(_GROUP)]
-            state = models.placement.made(lambda: _widen(new, slots)) if state is None else state
+            if state is None:
+                state = models.placement.made(functools.partial(_widen, slots=slots), new)
             state = _insert(models.placement, state, new, jnp.asarray(places))
             for slot, request, token in zip(places, group, first, strict=False):
                 active[slot] = request
