@@ -159,22 +159,7 @@ class Placement:
         whole = [f"{n} {kind}" for n, kind in ((heads, "query"), (kv_heads, "key/value")) if n % parts]
         if not whole:
             return None
-        return f"note: the {name} has {' and '.join(whole)} heads, which do not divide over tensor={parts}: " + (
-            "its keys and values are whole on every device" if kv_heads % parts else "they are moved about each round"
-        )
-
-    def check_rows(self, rows: int, what: str) -> None:
-        """UserError unless a batch of so many rows divides over the devices."""
-        parts = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        if rows % parts:
-            raise UserError(f"{what}: {rows} is not a multiple of mesh.data x mesh.fsdp, {parts} / change one of them")
-
-    def weights(self, tree: Any) -> Any:
-        """Parameters, the same on every process, each device getting its part; those that are there already stay."""
-        if self.mesh is None:
-            so = (
-                "its keys and values are whole on every device" if kv_heads % parts else "parts of them are moved about"
-            )
+        so = "its keys and values are whole everywhere" if kv_heads % parts else "parts of them are moved about"
         return f"note: the {name} has {' and '.join(whole)} heads, which do not divide over tensor={parts}: {so}"
 
     def check_rows(self, rows: int, what: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import eagle3_jax as e3
 from eagle3_jax.serving.engine import Engine
 from eagle3_jax.serving.requests import Request, Settings
+from eagle3_jax.sharding import Placement, parse_mesh
 from eagle3_jax.speculate.generate import _begin, strategies_of
 from eagle3_jax.speculate.round import speculate
 from tests.models.test_loading import memory, write_shards
@@ -110,7 +111,10 @@ def main(part: str, root: Path) -> dict:
     draft = random_draft(one, taps=(0, 1), layer=SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2})
     quick = answers(one, draft, QUICK)
     if part == "quick":
-        return {"pair": compare(folder, draft, quick, "tensor=2", QUICK), "loading": loading(root / "m")}
+        placement = Placement(parse_mesh("fsdp=2,tensor=2"))
+        facts = {"even": placement.uneven("target", 4, 2), "uneven": placement.uneven("target", 9, 3)}
+        facts |= {"words": placement.words, "loading": loading(root / "m")}
+        return {"pair": compare(folder, draft, quick, "tensor=2", QUICK), **facts}
     expected = answers(one, draft, CASES)
     meshes = ("tensor=4", "tensor=8", "fsdp=2,tensor=2")
     pairs = {mesh: compare(folder, draft, expected, mesh, CASES) for mesh in meshes}

@@ -1,5 +1,5 @@
-"""Target and draft over several devices: the same tokens as on one, caches by heads, nothing compiled twice, and loading
-part by part. One process with eight devices computes for all tests (`run_on_mesh.py`)."""
+"""Target and draft over several devices: the same tokens as on one, caches by heads, nothing compiled twice; loading part
+by part. One process with eight devices computes for all tests (`run_on_mesh.py`)."""
 
 import json
 import subprocess
@@ -8,10 +8,9 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 
 from eagle3_jax.errors import UserError
-from eagle3_jax.sharding import AXES, ONE_DEVICE, Placement, parse_mesh
+from eagle3_jax.sharding import ONE_DEVICE, Placement, parse_mesh
 from tests.processes import environment
 
 REPO = Path(__file__).resolve().parents[2]
@@ -79,7 +78,6 @@ def test_one_device_is_no_mesh() -> None:
         Placement(jax.sharding.Mesh(jax.devices(), ("x",)))
 
 
-def test_heads_that_do_not_divide_are_said() -> None:
-    placement = Placement(AbstractMesh((1, 1, 4), AXES, (AxisType.Auto,) * 3))
-    assert placement.words == "tensor=4" and placement.uneven("target", 8, 4) is None
-    assert "9 query and 3 key/value heads, which do not divide over tensor=4" in placement.uneven("target", 9, 3)
+def test_heads_that_do_not_divide_are_said(found) -> None:
+    assert found["words"] == "fsdp=2,tensor=2" and found["even"] is None
+    assert "the target has 9 query and 3 key/value heads, which do not divide over tensor=2" in found["uneven"]
