@@ -1,5 +1,5 @@
-"""Target and draft over several devices: the same tokens as on one, caches by heads, nothing compiled twice; loading part
-by part. One process with eight devices computes for all tests (`run_on_mesh.py`)."""
+"""Target and draft over several devices: the same tokens as on one, caches by heads, nothing compiled twice; loading
+part by part. One process with eight devices computes for all tests (`run_on_mesh.py`)."""
 
 import json
 import subprocess
