@@ -282,7 +282,8 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
     }
     template, generation = run.config.data.chat_template, None
     if jax.process_count() == 1:
-        target = dataclasses.replace(run.target, params=run.frozen.target)  # on the devices of training
+        # On the devices of training.
+        target = dataclasses.replace(run.target, params=run.frozen.target, placement=run.setup.placement)
         generation = measure_generation(run.config.evaluation, target, draft, run.heldout, template, say)
     if generation is not None:
         result["generation"] = generation
