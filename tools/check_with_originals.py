@@ -39,7 +39,7 @@ def make_environment(folder: Path, python: str, *installs: list[str]) -> Path:
 
 def speculators_installs(torch: str) -> tuple[list[str], list[str]]:
     """What `make_environment` needs for speculators. torch: pip requirement for PyTorch."""
-    return [torch, *NEEDED], ["--no-deps", *LIBRARY]
+    return [torch, *NEEDED, "httpx"], ["--no-deps", *LIBRARY]
 
 
 def variants() -> dict[str, dict]:
