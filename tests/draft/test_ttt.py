@@ -138,19 +138,18 @@ def test_shift_and_validity() -> None:
     assert document_positions(documents)[0].tolist() == [0, 1, 2, 0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_queries_in_blocks_are_the_row_at_once(tiny_draft, features, ids, remat) -> None:
+def test_queries_in_blocks_are_the_row_at_once(tiny_draft, features, ids) -> None:
     documents = jnp.asarray(DOCUMENTS)
     positions = document_positions(documents)
 
     def outcome(block: int, remat: bool):
         def loss(params):
             model = tiny_draft.graph.merge(params)
-            logits, _ = ttt_forward(model, features, ids, positions, documents, STEPS, remat, block)
+            logits, _ = ttt_forward(model, features, jnp.asarray(ids), positions, documents, STEPS, remat, block)
             return sum(jnp.sum(jnp.sin(step)) for step in logits), logits
 
         return jax.jit(jax.grad(loss, has_aux=True))(tiny_draft.params)
 
     expected = outcome(LENGTH, False)
-    for got, whole in zip(jax.tree.leaves(outcome(4, remat)), jax.tree.leaves(expected), strict=True):
+    for got, whole in zip(jax.tree.leaves(outcome(4, True)), jax.tree.leaves(expected), strict=True):
         assert relative(got, whole) < 1e-5
