@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.models import gguf, gguf_tokenizer
@@ -28,6 +29,7 @@ from eagle3_jax.models.weights import (
     safetensors_files,
     with_progress,
 )
+from eagle3_jax.sharding import ONE_DEVICE, Placement, parse_mesh
 from eagle3_jax.taps import Taps, TapSet
 
 
@@ -42,7 +44,10 @@ class TargetOutput:
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target. `graph` and `params` are the nnx module, split once; everything jitted takes the two."""
+    """A loaded target. `graph` and `params` are the nnx module, split once; everything jitted takes the two.
+
+    placement: on which devices the parameters are.
+    """
 
     path: str
     config: DecoderConfig
@@ -53,6 +58,7 @@ class Target:
     hub_id: str | None
     no_tokenizer: str | None = None
     architecture: str = "LlamaForCausalLM"
+    placement: Placement = ONE_DEVICE
 
     @property
     def num_layers(self) -> int:
@@ -114,13 +120,17 @@ def _forward(graph, taps: TapSet | None, params: Params, ids, lengths):
     return model.logits(last), tapped, last
 
 
-def load_target(path: str | Path, dtype: str = "bfloat16", family: Family | None = None) -> Target:
+def load_target(
+    path: str | Path, dtype: str = "bfloat16", family: Family | None = None, mesh: str | Mesh | None = None
+) -> Target:
     """Loads a target from a Hugging Face folder (safetensors), a .gguf file, a hub name `org/name`, or `demo`.
 
     dtype: dtype of weights and activations. family: of an architecture that is not built in (docs/add-a-target.md).
+    mesh: devices to spread it over, as "tensor=4" (`sharding.parse_mesh`); each weight goes to them part by part.
     No tokenizer files are needed: `target.tokenizer` may be None. Weights are read one tensor at a time.
     Raises UserError for anything missing, torn, unsupported or left over.
     """
+    placement = Placement(parse_mesh(mesh) if isinstance(mesh, str) else mesh)
     place = resolve(path)
     if place.suffix == ".gguf":
         raw = gguf.gguf_config(place)
@@ -138,10 +148,12 @@ def load_target(path: str | Path, dtype: str = "bfloat16", family: Family | None
     config = family.read(raw, str(place))
     graph, shapes = abstract_params(nnx.eval_shape(lambda: family.build(config)))
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
-    params = fill(shapes, family.place(config, tensors), jnp.dtype(dtype), str(place), ignore, family.float32)
+    tensors = family.place(config, tensors)
+    params = fill(shapes, tensors, jnp.dtype(dtype), str(place), ignore, family.float32, placement)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
     end_tokens = _end_tokens(raw, generation)
-    return Target(str(place), config, graph, params, tokenizer, end_tokens, hub_id, no_tokenizer, family.architecture)
+    facts = (end_tokens, hub_id, no_tokenizer, family.architecture, placement)
+    return Target(str(place), config, graph, params, tokenizer, *facts)
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -20,7 +20,7 @@ from eagle3_jax.config import Config
 from eagle3_jax.draft.draft import Draft, save_draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
-from eagle3_jax.sharding import any_process, from_main, is_main, sync
+from eagle3_jax.sharding import ONE_DEVICE, any_process, from_main, is_main, sync
 from eagle3_jax.training import run_folder
 from eagle3_jax.training.budget import Budget
 from eagle3_jax.training.dataset import (
@@ -135,7 +135,10 @@ def _loop(
             chosen = rows_of_step(step, rows, training.batch_rows, training.seed, budget.pass_steps)
             batch = make_batch(run.train, chosen, training.batch_rows)
             placed = on_devices(run, batch)
+            wait = time.perf_counter() - begin
             features = features_of(run, run.stored, run.cache, chosen, placed)
+            if run.stored is not None:  # the time went into reading them
+                wait = time.perf_counter() - begin
             # Only what is kept is for the first pass alone.
             of_features = time.perf_counter() - begin if training.features == "ram" else 0.0
             rate = jnp.float32(learning_rate_factor(run.config.optimiser, step / total))
@@ -154,8 +157,9 @@ def _loop(
             step += 1
             total = budget.total(step, elapsed)
             heldout = evaluate(run, state) if step >= total or step % training.evaluate_every == 0 else None
-            metrics["seconds"] = round(seconds, 4)
-            metrics["tokens_per_second"] = round(float((batch.document_ids >= 0).sum()) / seconds, 1)
+            metrics["seconds"], metrics["wait"] = round(seconds, 4), round(wait, 4)
+            metrics["tokens"] = int((batch.document_ids >= 0).sum())
+            metrics["tokens_per_second"] = round(metrics["tokens"] / seconds, 1)
             metrics_file.write(metrics if heldout is None else {**metrics, "heldout": heldout})
             trackers.log(step, metrics, heldout)
             elapsed = time.perf_counter() - began
@@ -287,7 +291,7 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
 
 def _generate(run: Run, draft: Draft, say) -> dict[str, Any] | None:
     """Real generation with the draft, by one process where there are several; None without prompts or room."""
-    params = run.frozen.target  # on the devices of training
+    params, placement = run.frozen.target, run.setup.placement  # on the devices of training
     if jax.process_count() > 1:  # which only all together could use
         device, size = jax.local_devices()[0], sum(leaf.nbytes for leaf in jax.tree.leaves(run.target.params))
         memory = device.memory_stats()
@@ -298,8 +302,9 @@ def _generate(run: Run, draft: Draft, say) -> dict[str, Any] | None:
                 f"{size / 1e9:.1f} GB / eagle3 bench measures the draft"
             )
             return None
-        params = jax.device_put(run.target.params, device)
-    target, template = dataclasses.replace(run.target, params=params), run.config.data.chat_template
+        params, placement = jax.device_put(run.target.params, device), ONE_DEVICE
+    target = dataclasses.replace(run.target, params=params, placement=placement)
+    template = run.config.data.chat_template
     return measure_generation(run.config.evaluation, target, draft, run.heldout, template, say)
 
 
