@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import to_jsonable_python
 
 from eagle3_jax.errors import UserError
 
@@ -219,6 +220,22 @@ class Config(_Strict):
     @property
     def run_dir(self) -> Path:
         return Path(self.runs_dir) / self.name
+
+
+def fill_in(before: dict[str, Any], section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Gives a config that was saved by an older version the keys it lacks, at their defaults; returns them, dotted.
+
+    That is the same training because a new key's default must be what was done before there was the key.
+    """
+    added = []
+    for name, field in section.model_fields.items():
+        if name not in before:
+            if not field.is_required():
+                before[name] = to_jsonable_python(field.default)
+                added.append(f"{prefix}{name}")
+        elif _is_section(field.annotation) and isinstance(before[name], dict):
+            added += fill_in(before[name], field.annotation, f"{prefix}{name}.")
+    return added
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

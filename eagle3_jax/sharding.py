@@ -299,6 +299,24 @@ def sync(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
+def from_main(*values: float) -> tuple[float, ...]:
+    """The numbers of process 0, on every process; all must ask at the same point."""
+    if jax.process_count() == 1:
+        return values
+    from jax.experimental import multihost_utils
+
+    return tuple(np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(values, np.float32))).tolist())
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays as NumPy ones, whole on every process; all must ask at the same point."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
 def any_process(flag: bool) -> bool:
     """Whether the flag is set on any process; all must ask at the same point."""
     if jax.process_count() == 1:

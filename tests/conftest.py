@@ -81,6 +81,7 @@ EXTENDED = (
     "tests/training/test_options.py::test_presets_run[specforge]",
     "tests/training/test_options.py::test_presets_run[speculators]",
     "tests/training/test_sharding.py::test_eight_devices_in_two_processes_are_one_device",
+    "tests/training/test_sharding.py::test_two_processes_keep_to_one_clock_and_one_of_them_generates",
     "tests/training/test_stored.py::test_a_whole_run_is_the_run_with_online_features",
 )
 

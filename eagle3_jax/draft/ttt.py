@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.network import DraftModel
-from eagle3_jax.models.attention import head_scores, in_window, mix_values
+from eagle3_jax.models.attention import BLOCK, by_blocks, head_scores, mix_values, row_mask, row_slots
 from eagle3_jax.taps import Taps
 
 
@@ -26,14 +26,16 @@ def ttt_forward(
     document_ids: Int[Array, "B T"],
     steps: int,
     remat: bool = False,
+    block: int = BLOCK,
 ) -> tuple[list[Float[Array, "B slots Vd"]], list[Float[Array, "B slots H"]]]:
     """Draft logits of each step, S arrays [B, T-1, Vd] float32, and its outputs y before the final norm [B, T-1, H].
 
     Both are meaningful where `slot_valid` says so. remat: compute each step again in the backward pass instead of
-    keeping its activations (scores of T x T among them), so that memory grows with one step and not with all.
+    keeping its activations, so that memory grows with one step and not with all. block: queries that attend at a time;
+    the scores of longer rows are computed again in any case (`attention.by_blocks`).
     """
     slots = ids.shape[1] - 1
-    attend = _ttt_attention(document_ids[:, :-1])
+    attend = _ttt_attention(document_ids[:, :-1], block)
     hidden = model.project(taps.map(lambda a: a[:, :-1]))
     caches: tuple = ((),) * len(model.layers)
     logits, outputs = [], []
@@ -69,26 +71,27 @@ def document_positions(document_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return slots - jax.lax.cummax(jnp.where(begins, slots, 0), axis=1)
 
 
-def _ttt_attention(document_ids: Int[Array, "B slots"]):
+def _ttt_attention(document_ids: Int[Array, "B slots"], block: int):
     """An `attend` whose layer cache is the tuple of (k, v) of all steps so far, each [B, T, K, D]."""
-    slots = jnp.arange(document_ids.shape[1])
-    mask = (slots[:, None] >= slots[None, :]) & (document_ids[:, :, None] == document_ids[:, None, :])
 
     def attend(q, k, v, cache, window=None):
-        seen = mask & in_window(slots[:, None], slots, window)
         cache = (*cache, (k, v))
-        (first_k, first_v), later = cache[0], cache[1:]
-        groups = q.shape[2] // k.shape[2]
-        scores = [jnp.where(seen[:, None], head_scores(q, first_k), -jnp.inf)]
-        for step_k, _ in later:
-            own = jnp.sum(q.astype(jnp.float32) * jnp.repeat(step_k, groups, axis=2), axis=-1) * q.shape[-1] ** -0.5
-            scores.append(own.transpose(0, 2, 1)[..., None])
-        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-        count = q.shape[1]
-        out = mix_values(weights[..., :count], first_v, jnp.float32)
-        for i, (_, step_v) in enumerate(later):
-            own = weights[..., count + i].transpose(0, 2, 1)[..., None]
-            out += own * jnp.repeat(step_v, groups, axis=2)
-        return out.astype(q.dtype), cache
+        # float32 before the blocks, over which the gradients of keys and values are added up.
+        (first_k, first_v), later = (x.astype(jnp.float32) for x in cache[0]), cache[1:]
+        count, groups = first_k.shape[1], q.shape[2] // k.shape[2]
+
+        def part(slots, q, later):
+            scores = [jnp.where(row_mask(slots, document_ids, window)[:, None], head_scores(q, first_k), -jnp.inf)]
+            for step_k, _ in later:
+                own = jnp.sum(q.astype(jnp.float32) * jnp.repeat(step_k, groups, axis=2), axis=-1) * q.shape[-1] ** -0.5
+                scores.append(own.transpose(0, 2, 1)[..., None])
+            weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+            out = mix_values(weights[..., :count], first_v, jnp.float32)
+            for i, (_, step_v) in enumerate(later):
+                own = weights[..., count + i].transpose(0, 2, 1)[..., None]
+                out += own * jnp.repeat(step_v, groups, axis=2)
+            return out.astype(q.dtype)
+
+        return by_blocks(part, block, row_slots(document_ids), q, later), cache
 
     return attend

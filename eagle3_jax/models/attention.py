@@ -23,6 +23,8 @@ class KV(NamedTuple):
     v: Float[Array, "B K S Dv"]
 
 
+BLOCK = 512  # queries of a row that attend at a time
+
 # (q, k, v, layer cache, **keywords) -> (output, new layer cache); only the `attend` at hand knows what a cache is.
 Attend = Callable[..., tuple[Array, Any]]
 
@@ -35,16 +37,52 @@ def empty_cache(
     return tuple(KV(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(layers))
 
 
-def causal(document_ids: Int[Array, "B T"]) -> Attend:
-    """Attention within a packed row: token t sees tokens j <= t of its own document."""
-    length = document_ids.shape[1]
-    slots = jnp.arange(length)
-    mask = (slots[:, None] >= slots[None, :]) & (document_ids[:, :, None] == document_ids[:, None, :])
+def causal(document_ids: Int[Array, "B T"], block: int = BLOCK) -> Attend:
+    """Attention within a packed row: token t sees tokens j <= t of its own document. block: see `by_blocks`."""
 
     def attend(q, k, v, cache, window=None, **how):
-        return full_attention(q, k, v, mask & in_window(slots[:, None], slots, window), **how), cache
+        def part(slots, q):
+            return full_attention(q, k, v, row_mask(slots, document_ids, window), **how)
+
+        return by_blocks(part, block, row_slots(document_ids), q), cache
 
     return attend
+
+
+def row_slots(document_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The place of each token in its row."""
+    return jnp.broadcast_to(jnp.arange(document_ids.shape[1]), document_ids.shape)
+
+
+def row_mask(
+    slots: Int[Array, "B Q"], document_ids: Int[Array, "B T"], window: int | None = None
+) -> Bool[Array, "B Q T"]:
+    """The tokens of a packed row that queries at `slots` see: those of their document and window up to themselves."""
+    keys, documents = jnp.arange(document_ids.shape[1]), jnp.take_along_axis(document_ids, slots, axis=1)
+    seen = (slots[..., None] >= keys) & (documents[..., None] == document_ids[:, None])
+    return seen & in_window(slots[..., None], keys, window)
+
+
+def by_blocks(attend: Callable[..., Array], block: int, *queries: Any) -> Float[Array, "B T N D"]:
+    """attend(*queries) for at most `block` queries at a time, so that scores take block x T and never T x T.
+
+    queries: trees of arrays [B, T, ...], cut along T into equal blocks, of which the last is filled up with its last
+    query. The backward pass computes the scores of a block again. Rows of one block are attended to at once, and all of
+    that is kept.
+    """
+    length = jax.tree.leaves(queries)[0].shape[1]
+    if length <= block:
+        return attend(*queries)
+    count = -(-length // block)
+    size = -(-length // count)
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2), mode="edge")
+        return x.reshape(x.shape[0], count, size, *x.shape[2:]).swapaxes(0, 1)
+
+    attend = jax.checkpoint(attend, prevent_cse=False)  # within a loop there is nothing to be merged with
+    out = jax.lax.map(lambda part: attend(*part), jax.tree.map(cut, queries)).swapaxes(0, 1)
+    return out.reshape(out.shape[0], count * size, *out.shape[3:])[:, :length]
 
 
 def in_window(query: Int[Array, "*q 1"], key: Int[Array, "*k S"], window: int | None) -> Bool[Array, "..."]:
@@ -55,14 +93,14 @@ def in_window(query: Int[Array, "*q 1"], key: Int[Array, "*k S"], window: int | 
 
 def full_attention(
     q: Float[Array, "B T N D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K Dv"],
-    mask: Bool[Array, "B T T"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K Dv"],
+    mask: Bool[Array, "B T S"],
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N Dv"]:
-    """Softmax attention over whole rows: `jax.nn.dot_product_attention`, and a float32 form on CPU.
+    """Softmax attention of queries of a row over all of it: `jax.nn.dot_product_attention`, and a float32 form on CPU.
 
     On CPU the former takes two to three times as long (docs/performance.md); it has no softcap and no sinks, and wants
     values of the keys' size.

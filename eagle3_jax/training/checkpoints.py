@@ -4,6 +4,7 @@ Orbax restores into a template with another tap set or vocabulary map without co
 fingerprint, are stored as JSON in each checkpoint and compared before anything is restored.
 """
 
+import dataclasses
 import hashlib
 import re
 import shutil
@@ -24,12 +25,22 @@ def wiring_facts(draft: Draft, target_fingerprint: dict[str, Any], train: Packed
     """What must be equal for a checkpoint to go on with: taps, draft, vocabulary map, target, packed data."""
     return {
         "taps": list(draft.taps),
-        "draft": hashlib.sha256(repr(draft.config).encode()).hexdigest()[:16],
+        "draft_config": stated(draft.config),
         "d2t": _digest(np.asarray(draft.d2t, np.int64)),
         "target": target_fingerprint["hash"],
         "train": _digest(train.input_ids, train.loss_mask, train.document_ids),
         "heldout": _digest(heldout.input_ids, heldout.loss_mask, heldout.document_ids),
     }
+
+
+def stated(config: Any) -> Any:
+    """A dataclass as JSON values, without what is at its default: options that are added later change nothing."""
+    if dataclasses.is_dataclass(config):
+        named = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
+        return {field.name: stated(value) for field, value in named if value != field.default}
+    if isinstance(config, (tuple, TapSet)):
+        return [stated(value) for value in config]
+    return config
 
 
 def _digest(*arrays: np.ndarray) -> str:
@@ -96,8 +107,9 @@ class Checkpoints:
             facts = self._manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))["facts"]
             extra = facts.pop("extra")
             require(TapSet(facts["taps"]), TapSet(self._facts["taps"]))
-            if facts != self._facts:
-                differing = [key for key in facts if facts[key] != self._facts.get(key)]
+            # Of facts that an older version stored under another name, the run's config says the same.
+            differing = [key for key, fact in facts.items() if fact != self._facts.get(key, fact)]
+            if differing:
                 raise UserError(
                     f"checkpoint {step} was made with another {', '.join(differing)} / {self._folder} / "
                     "use the same target, data and --init-from, or another name"

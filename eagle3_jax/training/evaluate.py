@@ -1,7 +1,6 @@
 """Simulated acceptance of a finished draft on given documents: the training graph and the walk, no training."""
 
 import jax.numpy as jnp
-import numpy as np
 
 from eagle3_jax.data.packing import pack
 from eagle3_jax.data.template import Document
@@ -26,5 +25,5 @@ def simulate(
     meter = AcceptanceMeter(depth)
     for _, batch in batches_in_order(pack(documents, length), batch_rows):
         outcome = evaluate_batch(setup, frozen, {}, batch, None)
-        meter.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids)
+        meter.add_batch(outcome, batch)
     return meter

@@ -16,6 +16,7 @@ from eagle3_jax.draft.ttt import document_positions
 from eagle3_jax.models.attention import causal
 from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.weights import Graph, Params
+from eagle3_jax.sharding import to_host
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 from eagle3_jax.training.loss import Teacher
 
@@ -91,21 +92,23 @@ def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "V
 
 
 class FeatureCache:
-    """Features of packed rows in host memory, by row number."""
+    """Features of packed rows in host memory, by row number. Of several processes each keeps all of them, since a row
+    is on another one in every pass."""
 
     def __init__(self):
         self._rows: dict[int, tuple] = {}
         self._structure = None
 
-    def get(self, rows: list[int]) -> Features | None:
-        """Features of these rows as a batch, or None if any is missing."""
-        if any(row not in self._rows for row in rows):
-            return None
+    def has(self, rows: list[int]) -> bool:
+        return all(row in self._rows for row in rows)
+
+    def get(self, rows: list[int]) -> Features:
+        """Features of these rows, all of which are there, as a batch."""
         columns = zip(*(self._rows[row] for row in rows), strict=True)
         return jax.tree.unflatten(self._structure, [jnp.asarray(np.stack(column)) for column in columns])
 
     def put(self, rows: list[int], features: Features) -> None:
         leaves, self._structure = jax.tree.flatten(features)
-        leaves = jax.device_get(leaves)
+        leaves = to_host(leaves)
         for i, row in enumerate(rows):
             self._rows[row] = tuple(np.array(leaf[i]) for leaf in leaves)

@@ -22,6 +22,11 @@ class LossOptions(NamedTuple):
     lk_decay: float = 3.0
     feature: float = 0.0
 
+    @property
+    def needs_choice(self) -> bool:
+        """Whether the slots that have a loss depend on what the target chose there."""
+        return self.skip_uncovered or self.kind == "hard_ce"
+
 
 KL = LossOptions()
 
@@ -100,7 +105,7 @@ def slot_masks(
     """Slots that have a loss at each step: those supervised, and with skip_uncovered (always for hard_ce) only where
     the target's choice is in the draft vocabulary."""
     masks = [supervised(loss_mask, document_ids, step) for step in range(steps)]
-    if options.skip_uncovered or options.kind == "hard_ce":
+    if options.needs_choice:
         masks = [mask & shift(teacher.covered, 1 + step, False)[:, :-1] for step, mask in enumerate(masks)]
     return jnp.stack(masks)
 

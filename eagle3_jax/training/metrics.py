@@ -83,7 +83,7 @@ class AcceptanceMeter:
         self.right, self.total, self.before = (np.zeros(self.steps, np.int64) for _ in range(3))
 
     def add(
-        self, counts, hits: np.ndarray, loss_mask: np.ndarray, document_ids: np.ndarray, covered: int = 0
+        self, counts, hits: np.ndarray, loss_mask: np.ndarray, document_ids: np.ndarray, covered: int
     ) -> list[Answer]:
         """Adds a batch and returns its answers. counts: `loss.Acceptance`; covered: supervised slots whose target
         choice is in the draft vocabulary; the other arrays as for `walk_answers`."""
@@ -95,6 +95,11 @@ class AcceptanceMeter:
         self.before += np.asarray(counts.before)
         self.covered += int(covered)
         return answers
+
+    def add_batch(self, outcome, batch) -> list[Answer]:
+        """`add` of a `step.Outcome` and the `step.Batch` it is of."""
+        hits, covered = np.asarray(outcome.hits), int(outcome.covered)
+        return self.add(outcome.counts, hits, batch.loss_mask, batch.document_ids, covered)
 
     def summary(self) -> dict[str, float | list[float]]:
         """accuracy: of the first draft token, a choice outside the draft vocabulary being a miss; the other one is over

@@ -68,7 +68,7 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
 def load(config: Config, target: Target | None, init_from: str | None, say) -> Run:
     """Loads the target, reads and packs the data, makes the first draft. Writes nothing."""
     placement = Placement(make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
-    _check_processes(config, placement)
+    placement.check_rows(config.training.batch_rows // config.training.accumulate, "rows of a step (of one part)")
     if target is None:
         # Not all of it on one of several devices. Several processes each look at weights, so each has them on its host.
         alone = jax.process_count() == 1
@@ -101,15 +101,6 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     sides = (packed, heldout, documents, heldout_documents)
     setup = make_setup(config, target, draft)._replace(placement=placement)
     return Run(config, target, draft, *sides, setup, frozen, stored=stored, heldout_stored=heldout_stored)
-
-
-def _check_processes(config: Config, placement: Placement) -> None:
-    placement.check_rows(config.training.batch_rows // config.training.accumulate, "rows of a step (of one part)")
-    several = jax.process_count() > 1
-    if several and config.training.features == "ram":
-        raise UserError("training.features: ram keeps whole batches, which no single process has / use online")
-    if several and config.training.minutes is not None:
-        raise UserError("training.minutes: the clocks of several processes differ / set training.epochs alone")
 
 
 def _read(config: Config, files: str | list[str], target: Target) -> tuple[Documents, Packed]:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,31 @@ import jax
 import numpy as np
 import yaml
 
-from eagle3_jax.config import Config
+from eagle3_jax.config import Config, fill_in
 from eagle3_jax.data.files import is_hub
 from eagle3_jax.errors import UserError
 
 
-def check(folder: Path, config: Config, resume: bool) -> dict[str, Any] | None:
-    """Refuses a folder that is another run's, or this run's without `resume`. Returns a finished run's result."""
+def check(
+    folder: Path, config: Config, resume: bool, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any] | None:
+    """Refuses a folder that is another run's, or this run's without `resume`. Returns a finished run's result.
+
+    A run of an older version goes on: the keys that its config lacks are taken at their defaults, which `say` is told.
+    """
     stored = folder / "config.yaml"
     if not stored.exists():
         return None
     if not resume:
         raise UserError(f"{folder} exists already / pass --resume to go on with it or choose another name")
     before = yaml.safe_load(stored.read_text(encoding="utf-8"))
-    now = plain(config)
+    now, added = plain(config), fill_in(before)
     for config_of in (before, now):  # a run may go on with other devices
         config_of.pop("mesh", None)
-    if before != now:
-        differing = _differing(before, now)
+    if differing := _differing(before, now):
         raise UserError(f"{folder} was begun with another config ({differing}) / choose another name")
+    if added:
+        say(f"{folder} was begun before there was {', '.join(added)}: taken at the default, which trains as it did")
     return read_result(folder) if (folder / "result.json").exists() else None
 
 
@@ -86,11 +93,13 @@ def plain(config: Config) -> dict[str, Any]:
 
 
 def _differing(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> str:
+    """The first difference in words, empty if there is none; null is the same as no such key."""
     for key in {**a, **b}:
         x, y = a.get(key), b.get(key)
-        if isinstance(x, dict) and isinstance(y, dict) and x != y:
-            return _differing(x, y, f"{prefix}{key}.")
-        if x != y:
+        if isinstance(x, dict) and isinstance(y, dict):
+            if inside := _differing(x, y, f"{prefix}{key}."):
+                return inside
+        elif x != y:
             return f"{prefix}{key}: {x} there, {y} here"
     return ""
 

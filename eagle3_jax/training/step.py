@@ -103,13 +103,13 @@ class Outcome(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def compute_features(setup: Setup, frozen: Frozen, batch: Batch) -> Features:
     """The target's side of a batch, for keeping in memory."""
-    return _features(setup, frozen, batch, None)
+    return setup.placement.constrain_rows(_features(setup, frozen, batch, None))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def complete_features(setup: Setup, frozen: Frozen, taps: Taps, last: LastHidden) -> Features:
     """The target's side of a batch from stored states."""
-    return complete(setup.target, frozen.target, taps, last, setup.chunk)
+    return setup.placement.constrain_rows(complete(setup.target, frozen.target, taps, last, setup.chunk))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -163,6 +163,10 @@ def _gradients(setup: Setup, frozen: Frozen, state: TrainState, batch: Batch, fe
         return grad_function(batch, _features(setup, frozen, batch, features), key, None, state.trainable)
     parts = jax.tree.map(lambda a: a.reshape(setup.accumulate, -1, *a.shape[1:]), (batch, features))
     parts = setup.placement.constrain_rows(parts, leading=1)
+    if features is None and setup.loss.needs_choice:
+        # Of all parts at once, for the totals come first: the target's forward is most of a step, its features are not.
+        features = jax.lax.map(lambda part: _features(setup, frozen, part, None), parts[0])
+        parts = parts[0], features
     keys = jax.random.split(key, setup.accumulate)
     totals = jax.lax.map(lambda part: _totals(setup, frozen, *part), parts)
     totals = jax.tree.map(lambda a: a.sum(0).astype(jnp.float32), totals)
@@ -184,7 +188,7 @@ def _totals(setup: Setup, frozen: Frozen, batch: Batch, features: Features | Non
     """Slots with a loss and supervised slots of each step: what parts of a batch are averaged over."""
     steps, options = setup.steps, setup.loss
     plain = slot_masks(KL, Teacher(None), batch.loss_mask, batch.document_ids, steps).sum((1, 2))
-    if not (options.skip_uncovered or options.kind == "hard_ce"):
+    if not options.needs_choice:
         return plain, plain
     target = teacher(setup.target, frozen.target, _features(setup, frozen, batch, features), frozen.d2t)
     return slot_masks(options, target, batch.loss_mask, batch.document_ids, steps).sum((1, 2)), plain

@@ -20,7 +20,7 @@ from eagle3_jax.config import Config
 from eagle3_jax.draft.draft import Draft, save_draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
-from eagle3_jax.sharding import any_process, is_main, sync
+from eagle3_jax.sharding import ONE_DEVICE, any_process, from_main, is_main, sync
 from eagle3_jax.training import run_folder
 from eagle3_jax.training.budget import Budget
 from eagle3_jax.training.dataset import (
@@ -32,7 +32,7 @@ from eagle3_jax.training.dataset import (
 from eagle3_jax.training.features import FeatureCache
 from eagle3_jax.training.interrupt import deferred_interrupt
 from eagle3_jax.training.measured import measure_generation
-from eagle3_jax.training.metrics import AcceptanceMeter, Answer, Breakdown, bucket
+from eagle3_jax.training.metrics import AcceptanceMeter, Breakdown, bucket
 from eagle3_jax.training.optimiser import learning_rate_factor
 from eagle3_jax.training.prepare import Run, prepare, trained_parts
 from eagle3_jax.training.report import write_report
@@ -78,7 +78,7 @@ def train(
     folder = config.run_dir
     if not is_main():
         say, progress = (lambda line: None), (lambda report: None)
-    finished = run_folder.check(folder, config, resume)
+    finished = run_folder.check(folder, config, resume, say)
     if finished is not None:
         return finished
     run = prepare(config, folder, target, run_folder.init_from(folder, init_from), say)
@@ -91,12 +91,16 @@ def train(
 
 
 def fresh_state(run: Run) -> TrainState:
-    """The state that training begins from: float32 masters, moments of zero."""
+    """The state that training begins from: float32 masters, moments of zero.
+
+    It is bound to its devices, as what a checkpoint gives is: otherwise the step would be compiled anew on resuming.
+    """
     # Copies: some weights begin as the target's own arrays, and the step takes its state's memory over.
     trainable = jax.tree.map(lambda p: jnp.array(p, jnp.float32), trained_parts(run))
     average = None if run.setup.ema is None else jax.tree.map(jnp.array, trainable)
     state = TrainState(trainable, run.setup.optimiser.init(trainable), jnp.zeros((), jnp.int32), average)
-    return run.setup.placement.weights(state)
+    placement = run.setup.placement
+    return jax.device_put(state, jax.devices()[0]) if placement.mesh is None else placement.weights(state)
 
 
 def _start(run: Run, say) -> tuple[TrainState, Budget, float]:
@@ -105,7 +109,6 @@ def _start(run: Run, say) -> tuple[TrainState, Budget, float]:
     training, extra = run.config.training, {"seconds": 0.0, "pass_steps": None, "expected": None}
     if run.checkpoints.latest is not None:
         state, extra, step = run.checkpoints.restore(state)
-        state = jax.tree.map(jnp.asarray, state)
     limit = None if training.minutes is None else 60 * training.minutes
     all_steps = steps_an_epoch(run.train, training.batch_rows)
     budget = Budget(training.epochs, all_steps, limit, extra["pass_steps"], extra["expected"])
@@ -117,13 +120,14 @@ def _start(run: Run, say) -> tuple[TrainState, Budget, float]:
 def _loop(
     run: Run, state: TrainState, budget: Budget, spent: float, folder: Path, progress
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Steps until the budget is used up. spent: seconds of training before this call."""
+    """Steps until the budget is used up. spent: seconds of training before this call. Of several processes the first
+    one's clock decides for all."""
     training, rows = run.config.training, len(run.train.input_ids)
     first = step = int(state.step)
     metrics_file = run_folder.Metrics(folder / "metrics.jsonl" if is_main() else None, step)
     began, heldout = time.perf_counter() - spent, None
     with deferred_interrupt() as interrupted, open_trackers(run.config, first) as trackers:
-        while step < (total := budget.total(step, time.perf_counter() - began)):
+        while step < (total := budget.total(step, *from_main(time.perf_counter() - began))):
             if any_process(interrupted.is_set()):
                 run.checkpoints.save(step, state, _extra(budget, total, None, time.perf_counter() - began), None)
                 raise KeyboardInterrupt(f"stopped at step {step} of {total:.0f} / {folder} / --resume goes on")
@@ -146,11 +150,12 @@ def _loop(
                 raise UserError(
                     f"loss is {metrics['loss']} at step {step} / {folder} / lower the learning rate, --resume"
                 )
-            seconds = time.perf_counter() - begin
+            now = time.perf_counter()
+            seconds, of_features, elapsed = from_main(now - begin, of_features, now - began)
             if step > first:
                 budget.observe(step, seconds, of_features)
             step += 1
-            total = budget.total(step, time.perf_counter() - began)
+            total = budget.total(step, elapsed)
             heldout = evaluate(run, state) if step >= total or step % training.evaluate_every == 0 else None
             metrics["seconds"], metrics["wait"] = round(seconds, 4), round(wait, 4)
             metrics["tokens"] = int((batch.document_ids >= 0).sum())
@@ -182,17 +187,16 @@ def features_of(run: Run, stored: StoredFeatures | None, cache: FeatureCache, ro
     if stored is None and not keep:
         return None
     rows, placement = rows + [-1] * (run.config.training.batch_rows - len(rows)), run.setup.placement
-    features = cache.get(rows) if keep else None
-    if features is None:
-        if stored is None:
-            features = compute_features(run.setup, run.frozen, batch)
-        else:
-            states = placement.batch(stored.rows(placement.own(rows)), len(rows))
-            features = complete_features(run.setup, run.frozen, *states)
-        if keep:
-            cache.put(rows, features)
-        return features
-    return placement.batch(features, len(rows))
+    if keep and cache.has(rows):
+        return placement.batch(cache.get(placement.own(rows)), len(rows))
+    if stored is None:
+        features = compute_features(run.setup, run.frozen, batch)
+    else:
+        states = placement.batch(stored.rows(placement.own(rows)), len(rows))
+        features = complete_features(run.setup, run.frozen, *states)
+    if keep:
+        cache.put(rows, features)
+    return features
 
 
 def on_devices(run: Run, batch: Batch) -> Batch:
@@ -203,7 +207,7 @@ def on_devices(run: Run, batch: Batch) -> Batch:
 
 def _step_metrics(run: Run, budget: Budget, step: int, outcome, batch) -> dict[str, Any]:
     meter = AcceptanceMeter(run.config.training.ttt_steps)
-    _add(meter, outcome, batch)
+    meter.add_batch(outcome, batch)
     return {
         "step": step + 1,
         "epoch": round((step + 1) / budget.pass_steps, 3),
@@ -224,7 +228,7 @@ def evaluate(run: Run, state: TrainState) -> dict[str, Any]:
         placed = on_devices(run, batch)
         features = features_of(run, run.heldout_stored, run.heldout_cache, rows, placed)
         outcome = evaluate_batch(setup, run.frozen, state.weights, placed, features)
-        for answer in _add(meter, outcome, batch):
+        for answer in meter.add_batch(outcome, batch):
             source = run.heldout_documents.sources[run.heldout.members[rows[answer.row]][answer.document]]
             start = int(np.argmax(batch.document_ids[answer.row] == answer.document))
             for slot, accepted in zip(answer.slots, answer.accepted, strict=True):
@@ -238,12 +242,6 @@ def evaluate(run: Run, state: TrainState) -> dict[str, Any]:
         "by_source": by_source.summary(),
         "by_position": by_position.summary(),
     }
-
-
-def _add(meter: AcceptanceMeter, outcome, batch) -> list[Answer]:
-    return meter.add(
-        outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids, int(outcome.covered)
-    )
 
 
 def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: dict[str, Any], say) -> dict[str, Any]:
@@ -280,11 +278,7 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
         "supervised_tokens": int(run.train.loss_mask[used].sum()),
         "export": str(folder / "export"),
     }
-    template, generation = run.config.data.chat_template, None
-    if jax.process_count() == 1:
-        # On the devices of training.
-        target = dataclasses.replace(run.target, params=run.frozen.target, placement=run.setup.placement)
-        generation = measure_generation(run.config.evaluation, target, draft, run.heldout, template, say)
+    generation = _generate(run, draft, say) if is_main() else None
     if generation is not None:
         result["generation"] = generation
         say(f"tau {generation['tau']:.3f} when generating, {generation['simulated_tau']:.3f} simulated on its answers")
@@ -293,6 +287,25 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
         say(f"report: {write_report(folder)}")
     sync("finished")
     return result
+
+
+def _generate(run: Run, draft: Draft, say) -> dict[str, Any] | None:
+    """Real generation with the draft, by one process where there are several; None without prompts or room."""
+    params, placement = run.frozen.target, run.setup.placement  # on the devices of training
+    if jax.process_count() > 1:  # which only all together could use
+        device, size = jax.local_devices()[0], sum(leaf.nbytes for leaf in jax.tree.leaves(run.target.params))
+        memory = device.memory_stats()
+        free = math.inf if memory is None else memory["bytes_limit"] - memory["bytes_in_use"]
+        if 1.2 * size > free:
+            say(
+                f"no answers generated: a device has {free / 1e9:.1f} GB beside training, the whole target is "
+                f"{size / 1e9:.1f} GB / eagle3 bench measures the draft"
+            )
+            return None
+        params, placement = jax.device_put(run.target.params, device), ONE_DEVICE
+    target = dataclasses.replace(run.target, params=params, placement=placement)
+    template = run.config.data.chat_template
+    return measure_generation(run.config.evaluation, target, draft, run.heldout, template, say)
 
 
 def _samples(run: Run, state: TrainState) -> list[dict[str, Any]]:

@@ -1,11 +1,12 @@
 """`ttt_forward`: alignment of tokens and features, documents in one row, positions, and slots without meaning."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import eagle3_jax as e3
-from eagle3_jax.draft.ttt import document_positions, shift, slot_valid
+from eagle3_jax.draft.ttt import document_positions, shift, slot_valid, ttt_forward
 from tests.tiny import ids_of, random_draft, relative
 
 LENGTH, STEPS = 14, 3
@@ -135,3 +136,20 @@ def test_shift_and_validity() -> None:
     assert slot_valid(documents, 0)[0].tolist() == [True, True, False, True, False, False]
     assert slot_valid(documents, 1)[0].tolist() == [True, False, False, False, False, False]
     assert document_positions(documents)[0].tolist() == [0, 1, 2, 0, 1, 0, 1]
+
+
+def test_queries_in_blocks_are_the_row_at_once(tiny_draft, features, ids) -> None:
+    documents = jnp.asarray(DOCUMENTS)
+    positions = document_positions(documents)
+
+    def outcome(block: int, remat: bool):
+        def loss(params):
+            model = tiny_draft.graph.merge(params)
+            logits, _ = ttt_forward(model, features, jnp.asarray(ids), positions, documents, STEPS, remat, block)
+            return sum(jnp.sum(jnp.sin(step)) for step in logits), logits
+
+        return jax.jit(jax.grad(loss, has_aux=True))(tiny_draft.params)
+
+    expected = outcome(LENGTH, False)
+    for got, whole in zip(jax.tree.leaves(outcome(4, True)), jax.tree.leaves(expected), strict=True):
+        assert relative(got, whole) < 1e-5

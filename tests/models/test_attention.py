@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.models.attention import KV, cached, empty_cache
+from eagle3_jax.models.attention import BLOCK, KV, cached, causal, empty_cache
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -37,3 +37,32 @@ def test_sequences_over_rows_of_a_cache(rows: tuple[int, ...], start: tuple[int,
             expected, written = cached(positions[i : i + 1])(q[i : i + 1], k[i : i + 1], v[i : i + 1], own)
             np.testing.assert_allclose(out[i : i + 1], expected, rtol=1e-5, atol=1e-6)
             np.testing.assert_array_equal(new.k[row], written.k[0])
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 2.0}])
+def test_queries_in_blocks_are_the_row_at_once(how: dict) -> None:
+    """Eleven tokens in blocks of four, the last of them filled up; grouped heads, two documents and padding."""
+    draw, documents = np.random.default_rng(0), jnp.asarray([[0] * 5 + [1] * 4 + [-1] * 2, [0] * 11])
+    q, k, v = (jnp.asarray(draw.standard_normal((2, 11, heads, 4)), jnp.float32) for heads in (4, 2, 2))
+
+    def outcome(block: int):
+        def loss(q, k, v):
+            out, _ = causal(documents, block)(q, k, v, None, **how)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+    for got, expected in zip(jax.tree.leaves(outcome(4)), jax.tree.leaves(outcome(11)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scores_of_a_long_row_take_a_block_of_it() -> None:
+    """With gradients, whatever the compiler makes of it."""
+    length, heads = 16 * BLOCK, 2
+
+    def loss(q, k, v, documents):
+        return jnp.sum(causal(documents)(q, k, v, None)[0])
+
+    shapes = [jax.ShapeDtypeStruct((1, length, heads, 4), jnp.float32)] * 3
+    compiled = jax.jit(jax.grad(loss)).lower(*shapes, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * heads * BLOCK * length)

@@ -1,7 +1,9 @@
 """Checkpoints: the newest and the best are kept, the wiring is compared first, a full disk ends in one line."""
 
 import contextlib
+import json
 import resource
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.taps import TapSet, WiringError
-from eagle3_jax.training.checkpoints import Checkpoints
+from eagle3_jax.training.checkpoints import Checkpoints, stated
 from eagle3_jax.training.run_folder import Metrics, write_json
 
 
@@ -20,6 +22,22 @@ def facts_of(taps: TapSet, d2t: np.ndarray, target: str) -> dict:
 
 
 FACTS = facts_of(TapSet([1, 2, 3]), np.arange(5), "abc")
+
+
+def test_options_that_are_added_later_change_no_fact(tiny_draft) -> None:
+    @dataclass(frozen=True)
+    class Before:
+        size: int
+        taps: TapSet
+
+    @dataclass(frozen=True)
+    class Now(Before):
+        added: bool = False
+
+    taps = TapSet([2, 1])
+    assert stated(Before(3, taps)) == stated(Now(3, taps)) == {"size": 3, "taps": [2, 1]} != stated(Now(3, taps, True))
+    facts = stated(tiny_draft.config)
+    assert facts["decoder"]["hidden_size"] == 64 and json.loads(json.dumps(facts)) == facts
 
 
 def state_of(value: float) -> dict:

@@ -8,7 +8,7 @@ import pytest
 from eagle3_jax.config import Config, load_config
 from eagle3_jax.errors import UserError
 from eagle3_jax.taps import LastHidden
-from eagle3_jax.training import trainer
+from eagle3_jax.training import step, trainer
 from eagle3_jax.training.dataset import make_batch
 from eagle3_jax.training.features import choices
 from eagle3_jax.training.loss import LossOptions, Teacher, divergence, overlap, slot_masks
@@ -112,6 +112,16 @@ def test_parts_rematerialisation_and_averaging_change_no_weight(prepared, plain)
     ):
         np.testing.assert_allclose(average, 0.05 * before + 0.95 * now, rtol=1e-4, atol=1e-6)
     assert state.weights is state.average and plain[0].weights is plain[0].trainable
+
+
+def test_parts_run_the_target_once(prepared, monkeypatch) -> None:
+    """Also where the slots to average over depend on what the target chose."""
+    run, batch, features = prepared
+    real, calls = step.target_features, []
+    monkeypatch.setattr(step, "target_features", lambda *given: calls.append(0) or real(*given))
+    setup = run.setup._replace(loss=LossOptions(skip_uncovered=True), accumulate=2)
+    train_step.trace(setup, run.frozen, trainer.fresh_state(run), batch, None, jnp.float32(1.0))
+    assert len(calls) == 1
 
 
 def test_noise_on_the_features_is_that_of_the_seed_and_step(prepared, plain) -> None:

@@ -125,7 +125,9 @@ def test_simulated_tau_of_documents_is_the_walk(served) -> None:
     meter = simulate(served.world.target, served.draft, documents, DEEPEST, LENGTH, len(served.packed.input_ids))
     walks = served.walks(served.hits)
     assert (meter.accepted, meter.rounds) == (sum(map(sum, walks)), sum(map(len, walks)))
-    assert meter.summary()["simulated_tau"] == 1 + meter.accepted / meter.rounds
+    summary = meter.summary()
+    assert summary["simulated_tau"] == 1 + meter.accepted / meter.rounds
+    assert 0 < summary["accuracy"] <= summary["accuracy_in_vocabulary"] <= 1
 
 
 def test_hits_of_the_neighbouring_slot_are_not_it(served, results) -> None:

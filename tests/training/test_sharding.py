@@ -74,21 +74,8 @@ def test_eight_devices_in_two_processes_are_one_device(world, tmp_path) -> None:
     alone, shared = world.config(tmp_path, "alone", **sections), world.config(tmp_path, "shared", **sections)
     trainer.train(alone, target=world.target)
     expected = read_metrics(alone.run_dir)
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(run_folder.plain(shared)))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    command = [sys.executable, "-c", STOP_AFTER_TWO, "train", "--config", file, "mesh.fsdp=2", "mesh.tensor=2"]
-    command += ["--coordinator", address, "--processes", "2", "--process"]
-    processes = [
-        subprocess.Popen([*command, str(i)], env=environment, cwd=REPO, stderr=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    said = [process.communicate(timeout=600)[1] for process in processes]
-    assert [process.returncode for process in processes] == [130, 130], said
+    codes, said = two_processes(STOP_AFTER_TWO, shared, tmp_path, 4, "mesh.fsdp=2", "mesh.tensor=2")
+    assert codes == [130, 130], said
     assert "stopped at step 2 of 4" in said[0]
     config = yaml.safe_load((shared.run_dir / "config.yaml").read_text())
     assert config["mesh"] == {"data": None, "fsdp": 2, "tensor": 2}
@@ -105,6 +92,52 @@ def test_eight_devices_in_two_processes_are_one_device(world, tmp_path) -> None:
                 mine["heldout"]["loss_first_step"], theirs["heldout"]["loss_first_step"], rtol=2e-4
             )
 
+
+@pytest.mark.slow
+def test_two_processes_keep_to_one_clock_and_one_of_them_generates(world, tmp_path) -> None:
+    """Features in memory over two passes, a time budget, and answers at the end are those of one process."""
+    training = {"batch_rows": 4, "epochs": 2, "evaluate_every": 2, "features": "ram", "minutes": 60.0}
+    sections = {"training": training, "evaluation": {"count": 2, "max_new_tokens": 12, "strategy": "chain:2"}}
+    alone, shared = world.config(tmp_path, "alone", **sections), world.config(tmp_path, "shared", **sections)
+    expected = trainer.train(alone, target=world.target)
+    codes, said = two_processes(A_FAST_CLOCK, shared, tmp_path, 1)
+    assert codes == [0, 0], said
+    got = run_folder.read_result(shared.run_dir)
+    assert got["total_steps"] == expected["total_steps"] == 4 and got["generation"] == expected["generation"]
+    for mine, theirs in zip(read_metrics(shared.run_dir), read_metrics(alone.run_dir), strict=True):
+        np.testing.assert_allclose(mine["loss_by_step"], theirs["loss_by_step"], rtol=2e-4)
+
+
+def two_processes(program: str, config, folder: Path, devices: int, *overrides: str) -> tuple[list[int], list[str]]:
+    """Runs `program` as two processes of so many devices; their exit statuses and what they wrote to stderr."""
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(run_folder.plain(config)))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    command = [sys.executable, "-c", program, "train", "--config", file, *overrides]
+    command += ["--coordinator", address, "--processes", "2", "--process"]
+    processes = [
+        subprocess.Popen([*command, str(i)], env=environment, cwd=REPO, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    said = [process.communicate(timeout=600)[1] for process in processes]
+    return [process.returncode for process in processes], said
+
+
+# By the clock of the second process the time is up at once.
+A_FAST_CLOCK = """
+import sys, time
+from types import SimpleNamespace
+from eagle3_jax.cli.main import main
+from eagle3_jax.training import trainer
+import jax
+trainer.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() * (1 + 1e6 * jax.process_index()))
+sys.exit(main(sys.argv[1:]))
+"""
 
 # SIGTERM reaches the second process only; both save and stop.
 STOP_AFTER_TWO = """

@@ -232,9 +232,29 @@ def test_interrupted_and_resumed_is_uninterrupted(world, tmp_path, uninterrupted
             train(world, config, progress=progress)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert (config.run_dir / "checkpoints" / str(step)).is_dir() and len(read_metrics(config.run_dir)) == step
-    said = []
+    said, compiled = [], (trainer.train_step._cache_size(), trainer.evaluate_batch._cache_size())
     train(world, config, resume=True, say=said.append)
     assert f"resuming at step {step} of 12" in said
+    assert (trainer.train_step._cache_size(), trainer.evaluate_batch._cache_size()) == compiled  # nothing again
+    assert_same_run(config.run_dir, uninterrupted)
+
+
+def test_a_run_of_an_older_version_goes_on(world, tmp_path, uninterrupted) -> None:
+    """Its config lacks keys that came later, and has one that went, unset."""
+    config = world.config(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(world, config, progress=lambda report: signal.raise_signal(signal.SIGINT))
+    file = config.run_dir / "config.yaml"
+    raw = yaml.safe_load(file.read_text())
+    del raw["loss"], raw["optimiser"]["ema"], raw["training"]["accumulate"]
+    raw["data"]["max_documents"] = None
+    file.write_text(yaml.safe_dump(raw))
+    other = config.model_copy(update={"training": config.training.model_copy(update={"accumulate": 2})})
+    with pytest.raises(UserError, match=r"another config \(training.accumulate: 1 there, 2 here\)"):
+        train(world, other, resume=True)
+    said = []
+    train(world, config, resume=True, say=said.append)
+    assert "was begun before there was optimiser.ema, loss, training.accumulate: taken at the default" in said[0]
     assert_same_run(config.run_dir, uninterrupted)
 
 
