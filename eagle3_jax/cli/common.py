@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from eagle3_jax.models.target import Target
 
 DType = Literal["bfloat16", "float16", "float32"]
+Quantize = Literal["int8"]
 
 
 def check_folder(option: str, path: Path | None) -> Path | None:
@@ -40,6 +41,10 @@ NamedTargetOption = Annotated[
 ]
 DraftOption = Annotated[str | None, typer.Option("--draft", help="Draft folder or hub name.")]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Of weights and activations.")]
+QuantizeOption = Annotated[
+    Quantize | None,
+    typer.Option("--quantize", help="Keep the target's blocks as int8, in half the memory.", show_default="not at all"),
+]
 JsonOption = Annotated[
     Path | None,
     typer.Option(
@@ -71,15 +76,17 @@ def start_jax(dtype: DType) -> None:
         note(f"warning: bfloat16 on CPU is about ten times slower with jax {jax.__version__} than with 0.12 or newer")
 
 
-def open_target(name: str, dtype: DType) -> "Target":
+def open_target(name: str, dtype: DType, quantize: Quantize | None = None) -> "Target":
     """Starts JAX and loads a target. Raises UserError if there is no such target."""
     start_jax(dtype)
     from eagle3_jax.models.target import load_target
 
-    return load_target(name, dtype)
+    return load_target(name, dtype, quantize=quantize)
 
 
-def open_pair(target: str | None, draft: str | None, dtype: DType) -> tuple["Target", "Draft | None"]:
+def open_pair(
+    target: str | None, draft: str | None, dtype: DType, quantize: Quantize | None = None
+) -> tuple["Target", "Draft | None"]:
     """Starts JAX, loads a target and the draft bound to it (`warn_of_pair` says what is odd about the two).
 
     Without a target, the one that the draft names. Raises UserError if one of them cannot be had or does not fit.
@@ -94,7 +101,7 @@ def open_pair(target: str | None, draft: str | None, dtype: DType) -> tuple["Tar
     if target is None:
         target, origin = find_target(draft)
         note(origin)
-    loaded = load_target(target, dtype)
+    loaded = load_target(target, dtype, quantize=quantize)
     return loaded, load_draft(draft, dtype=dtype, target=loaded) if draft else None
 
 

@@ -72,7 +72,7 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     if target is None:
         # Not all of it on one of several devices: from the host each gets its part.
         with jax.default_device(None if placement.mesh is None else jax.local_devices(backend="cpu")[0]):
-            target = load_target(config.target.path, config.target.dtype)
+            target = load_target(config.target.path, config.target.dtype, quantize=config.target.quantize)
     (documents, packed), (heldout_documents, heldout) = (
         _read(config, files, target) for files in (config.data.train, config.data.heldout)
     )
