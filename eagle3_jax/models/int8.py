@@ -36,7 +36,7 @@ def add_scales(model: nnx.Module) -> nnx.Module:
     """The model (made under `nnx.eval_shape`) with a `scale` beside every kernel that is to be quantised."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Linear | GroupedLinear) and path[:2] == ("model", "layers") and path[-1] != "gate":
-            module.scale = nnx.Param(jnp.zeros(module.weight.shape[:-1]))
+            module.scale = nnx.data(nnx.Param(jnp.zeros(module.weight.shape[:-1])))
     return model
 
 

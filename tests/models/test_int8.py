@@ -41,7 +41,7 @@ def test_a_quantised_target_computes_what_its_weights_multiplied_out_do(case: st
     plain, target = (e3.load_target(GOLDEN / case, "float32", quantize=kind) for kind in (None, "int8"))
     multiplied = dataclasses.replace(plain, params=dense(target.params))
     with jax.disable_jit():
-        ids = ids_of(0, 1, 9, vocab_size=64)
+        ids = ids_of(0, 2, 14, vocab_size=64)  # of the shape in test_families.py, so that little has to be compiled
         got, expected, exact = (each.forward(ids, (0, 2, 3)) for each in (target, multiplied, plain))
     assert relative(got.logits, expected.logits) < 1e-5
     for ours, theirs in zip(got.taps.arrays, expected.taps.arrays, strict=True):

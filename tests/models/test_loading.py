@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import eagle3_jax as e3
 from eagle3_jax.models.quantised import dequantised
 from eagle3_jax.models.weights import TensorFiles
-from tests.tiny import target_config, write_target
+from tests.tiny import target_config, target_tensors, write_target
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "targets"
 
@@ -168,7 +168,7 @@ def test_mxfp4_experts_are_those_of_the_unquantised_model(tmp_path: Path) -> Non
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt, NVFP4'"),
         ({"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8_AWQ"}}, "'modelopt, W4A8_AWQ'"),
         ({"load_in_4bit": True}, "'bitsandbytes, 4 bit'"),
-        (compressed("int-quantized", 8) | {"config_groups": []}, "'compressed-tensors, format int-quantized'"),
+        (compressed("int-quantized", 8) | {"config_groups": ["x"]}, "'compressed-tensors, format int-quantized'"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(tmp_path: Path, config: dict, name: str) -> None:
@@ -212,7 +212,8 @@ def test_quantisations_that_nothing_states_are_known_by_their_tensors(tmp_path: 
 
 def test_caches_that_are_to_be_quantised_are_no_quantised_weights(tmp_path: Path) -> None:
     config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
-    folder = write_target(tmp_path / "t", num_hidden_layers=1, quantization_config=config)
+    tensors = target_tensors(target_config(num_hidden_layers=1))
+    folder = write_target(tmp_path / "t", tensors=tensors, num_hidden_layers=1, quantization_config=config)
     assert e3.load_target(folder).num_layers == 1
 
 
