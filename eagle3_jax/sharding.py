@@ -4,19 +4,24 @@
                 part of the heads, of the MLP and of the vocabulary.
     batches     their rows over data and fsdp
     weights     by the name of the parameter, with its moments and averages, which bear the same name
+    caches      the key/value heads over tensor
 
 A dimension that does not divide evenly stays whole on every device. XLA puts in the communication.
 """
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.models.attention import KV
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -28,9 +33,13 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "vocabulary": ("tensor",),
     "features": ("tensor",),
+    "latent": ("fsdp",),
+    "experts": (),
+    "whole": (),
 }
 
-# Parameter -> logical axes of its dimensions, [out, in]. Not listed (norms, biases, scalars): whole everywhere.
+# Parameter -> logical axes of its dimensions, [out, in]; with a third one in front it holds a kernel for each expert.
+# Not listed (norms, biases, scalars): whole everywhere.
 PARAMETERS: dict[str, tuple[str, str]] = {
     "embed_tokens": ("vocabulary", "hidden"),
     "lm_head": ("vocabulary", "hidden"),
@@ -42,7 +51,15 @@ PARAMETERS: dict[str, tuple[str, str]] = {
     "up_proj": ("mlp", "hidden"),
     "down_proj": ("hidden", "mlp"),
     "fc": ("hidden", "features"),
+    "gate": ("experts", "hidden"),
+    "q_a_proj": ("whole", "hidden"),
+    "q_b_proj": ("heads", "latent"),
+    "kv_a_proj_with_mqa": ("whole", "hidden"),
+    "kv_b_proj": ("heads", "latent"),
 }
+
+# Logical axes of a layer's keys and of its values.
+CACHE = ("whole", "heads", "whole", "whole")
 
 
 def make_mesh(data: int | None, fsdp: int, tensor: int) -> Mesh | None:
@@ -60,25 +77,63 @@ def make_mesh(data: int | None, fsdp: int, tensor: int) -> Mesh | None:
     return None if len(devices) == 1 else Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES)
 
 
+def parse_mesh(text: str) -> Mesh | None:
+    """The mesh for generating and serving that `tensor=4` or `fsdp=2,tensor=2` asks for, over this machine's first
+    devices; None for one device.
+
+    Raises UserError for anything else, for `data` (all devices see the same requests), and for too few devices.
+    """
+    sizes = {"fsdp": 1, "tensor": 1}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part)
+        if found and found[1] == "data":
+            raise UserError(
+                f"mesh {text} / all devices work on the same requests here, data is for training / start one process "
+                "for each copy"
+            )
+        if not found or found[1] not in sizes:
+            raise UserError(f"mesh {text} / {part.strip() or 'nothing'} is no axis with a size / give it as tensor=4")
+        sizes[found[1]] = int(found[2])
+    wanted, devices = math.prod(sizes.values()), jax.local_devices()
+    if wanted > len(devices):
+        raise UserError(
+            f"mesh {text} / it needs {wanted} devices, this machine has {len(devices)} ({devices[0].platform}) / "
+            "lower a size"
+        )
+    shape = (1, sizes["fsdp"], sizes["tensor"])
+    return None if wanted == 1 else Mesh(np.array(devices[:wanted]).reshape(shape), AXES)
+
+
 def spec(sizes: Mapping[str, int], name: str, shape: tuple[int, ...]) -> PartitionSpec:
     """Where the dimensions of the parameter `name` go, on a mesh of these sizes."""
     logical = PARAMETERS.get(name, ())
-    if len(logical) != len(shape):
-        return PartitionSpec()
+    if logical and len(shape) == 3:
+        logical = ("experts", *logical)
+    return _divided(sizes, logical, shape) if len(logical) == len(shape) else PartitionSpec()
+
+
+def _divided(sizes: Mapping[str, int], logical: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """The mesh axes of each dimension, None where it does not divide by their sizes."""
     axes = [RULES[axis] for axis in logical]
-    parts = [int(np.prod([sizes[x] for x in axis])) for axis in axes]
-    return PartitionSpec(*(a if size % n == 0 else None for a, n, size in zip(axes, parts, shape, strict=True)))
+    parts = [math.prod(sizes[x] for x in axis) for axis in axes]
+    return PartitionSpec(*(a or None if size % n == 0 else None for a, n, size in zip(axes, parts, shape, strict=True)))
 
 
 def shardings(mesh: Mesh, tree: Any) -> Any:
     """A sharding for every leaf of a tree of parameters, or of anything that has such trees in it (optimisers)."""
 
     def of(path: tuple, leaf: Any) -> NamedSharding:
-        keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        name = str(keys[-2]) if len(keys) > 1 and keys[-1] == "weight" else ""
-        return NamedSharding(mesh, spec(mesh.shape, name, leaf.shape))
+        keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return _sharding(mesh, keys, leaf.shape)
 
     return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def _sharding(mesh: Mesh, keys: list[str], shape: tuple[int, ...]) -> NamedSharding:
+    name = keys[-2] if len(keys) > 1 and keys[-1] in ("weight", "scale") else ""
+    if keys[-1:] == ["scale"]:  # of int8 codes: one an output channel, which lies where that lies
+        return NamedSharding(mesh, PartitionSpec(*spec(mesh.shape, name, (*shape, 1))[:-1]))
+    return NamedSharding(mesh, spec(mesh.shape, name, shape))
 
 
 @dataclass(frozen=True)
@@ -87,9 +142,27 @@ class Placement:
 
     mesh: Mesh | None
 
+    def __post_init__(self):
+        if self.mesh is not None and self.mesh.axis_names != AXES:
+            raise UserError(f"a mesh with the axes {self.mesh.axis_names} / it needs {AXES}, of size 1 if unused")
+
     @property
     def rows_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(RULES["rows"]))
+
+    @property
+    def words(self) -> str | None:
+        """As `tensor=4`; None on one device."""
+        return None if self.mesh is None else ",".join(f"{axis}={n}" for axis, n in self.mesh.shape.items() if n > 1)
+
+    def uneven(self, name: str, heads: int, kv_heads: int) -> str | None:
+        """One line where the heads of a model do not divide over the devices, else None."""
+        parts = 1 if self.mesh is None else self.mesh.shape["tensor"]
+        whole = [f"{n} {kind}" for n, kind in ((heads, "query"), (kv_heads, "key/value")) if n % parts]
+        if not whole:
+            return None
+        so = "its keys and values are whole everywhere" if kv_heads % parts else "parts of them are moved about"
+        return f"note: the {name} has {' and '.join(whole)} heads, which do not divide over tensor={parts}: {so}"
 
     def check_rows(self, rows: int, what: str) -> None:
         """UserError unless a batch of so many rows divides over the devices."""
@@ -98,10 +171,52 @@ class Placement:
             raise UserError(f"{what}: {rows} is not a multiple of mesh.data x mesh.fsdp, {parts} / change one of them")
 
     def weights(self, tree: Any) -> Any:
-        """Parameters, the same on every process, each device getting its part."""
+        """Parameters, the same on every process, each device getting its part; those that are there already stay."""
         if self.mesh is None:
             return tree
         return jax.tree.map(_put, tree, shardings(self.mesh, tree))
+
+    def parameter(self, name: str, value: np.ndarray, dtype: Any) -> jax.Array:
+        """The parameter of a dotted name from host memory, each device getting its part, cast on the way; dtype None:
+        as it is."""
+        if self.mesh is None:
+            return jnp.asarray(value, dtype)
+        return _parts(value, dtype, self._sharding(name, value.shape))
+
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """The same, of zeros that no host memory holds."""
+        sharding = None if self.mesh is None else self._sharding(name, shape)
+        return jnp.zeros(shape, dtype, device=sharding)
+
+    def entry(self, name: str, value: np.ndarray, dtype: Any) -> jax.Array:
+        """What goes into one entry of the parameter, such as the kernel of one expert, placed like that entry."""
+        if self.mesh is None:
+            return jnp.asarray(value, dtype)
+        stack = self._sharding(name, (1, *value.shape))
+        return _parts(value, dtype, NamedSharding(self.mesh, PartitionSpec(*stack.spec[1:])))
+
+    def _sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        return _sharding(self.mesh, name.split("."), shape)
+
+    def everywhere(self, tree: Any) -> Any:
+        """Arrays whole on every device."""
+        return tree if self.mesh is None else jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()))
+
+    def kept(self, tree: Any) -> Any:
+        """Inside jit: what one program leaves to the next lies the same way each time, so that nothing is compiled
+        again and its memory can be taken over: keys and values by their heads, all else whole."""
+        if self.mesh is None:
+            return tree
+
+        def put(part: Any) -> Any:
+            parts = _divided(self.mesh.shape, CACHE, part.k.shape) if isinstance(part, KV) else PartitionSpec()
+            return jax.lax.with_sharding_constraint(part, NamedSharding(self.mesh, parts))
+
+        return jax.tree.map(put, tree, is_leaf=lambda part: isinstance(part, KV))
+
+    def made(self, make: Callable, *arrays: Any) -> Any:
+        """`kept` of make(*arrays), of which no device ever holds more than its part."""
+        return make(*arrays) if self.mesh is None else jax.jit(lambda *given: self.kept(make(*given)))(*arrays)
 
     def own(self, rows: Any) -> Any:
         """Of the rows of a batch (a list, or an array [rows, ...]), those that this process's devices need."""
@@ -159,9 +274,18 @@ class Placement:
         return tree if self.mesh is None else jax.jit(self.whole)(tree)
 
 
+ONE_DEVICE = Placement(None)
+
+
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    value = np.asarray(leaf)
-    return jax.make_array_from_callback(value.shape, sharding, lambda place: value[place])
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    return _parts(np.asarray(leaf), None, sharding)
+
+
+def _parts(value: np.ndarray, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    dtype = value.dtype if dtype is None else dtype
+    return jax.make_array_from_callback(value.shape, sharding, lambda place: value[place].astype(dtype, copy=False))
 
 
 def is_main() -> bool:

@@ -80,6 +80,7 @@ EXTENDED = (
     "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[tree:2x2x5-point masses]",
     "tests/speculate/test_lossless.py::test_a_seed_gives_the_same_text_with_any_settings[tree",
     "tests/speculate/test_longrope.py::test_the_engine_answers_the_same_and_reuses_no_keys_of_other_factors",
+    "tests/speculate/test_mesh.py::test_every_strategy_uneven_heads_and_an_engine",
     "tests/training/test_config.py::test_every_field_is_used",
     "tests/training/test_options.py::test_presets_run[eagle3.1]",
     "tests/training/test_options.py::test_presets_run[specforge]",

@@ -22,19 +22,24 @@ LIBRARY = ["speculators==0.9.0", "hs-connectors==0.9.0"]
 NEEDED = ["transformers==5.19.0", "datasets", "loguru", "pydantic-settings", "typer", "openai", "safetensors", "psutil"]
 
 
-def make_environment(folder: Path, python: str, torch: str) -> Path:
-    """The environment's interpreter; made unless it is there already."""
+def make_environment(folder: Path, python: str, *installs: list[str]) -> Path:
+    """The interpreter of an environment with what each of `installs` (arguments of pip install) brings; made unless it
+    is there already. RuntimeError if it cannot be made."""
     interpreter = folder / "bin" / "python"
     if not (folder / ".ready").exists():
-        pip = [interpreter, "-m", "pip", "install", "--quiet"]
         try:
             subprocess.run([python, "-m", "venv", "--clear", folder], check=True)  # pip cannot repair half an install
-            subprocess.run([*pip, torch, *NEEDED], check=True)
-            subprocess.run([*pip, "--no-deps", *LIBRARY], check=True)
+            for install in installs:
+                subprocess.run([interpreter, "-m", "pip", "install", "--quiet", *install], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            sys.exit(f"cannot make the environment / {folder} / {error}: try another --torch or --python")
+            raise RuntimeError(f"cannot make the environment / {folder} / {error}") from error
         (folder / ".ready").touch()
     return interpreter
+
+
+def speculators_installs(torch: str) -> tuple[list[str], list[str]]:
+    """What `make_environment` needs for speculators. torch: pip requirement for PyTorch."""
+    return [torch, *NEEDED, "httpx"], ["--no-deps", *LIBRARY]
 
 
 def variants() -> dict[str, dict]:
@@ -211,7 +216,10 @@ def main() -> int:
     import eagle3_jax as e3
 
     jax.config.update("jax_default_matmul_precision", "highest")
-    interpreter = make_environment(arguments.env, arguments.python, arguments.torch)
+    try:
+        interpreter = make_environment(arguments.env, arguments.python, *speculators_installs(arguments.torch))
+    except RuntimeError as error:
+        sys.exit(f"{error}: try another --torch or --python")
     drafts = {str(path): e3.load_draft(path, dtype="float32") for path in arguments.drafts}
     drafts = drafts or {name: random_draft(changes) for name, changes in variants().items()}
     recorded: dict = {}

@@ -40,6 +40,14 @@ NamedTargetOption = Annotated[
     ),
 ]
 DraftOption = Annotated[str | None, typer.Option("--draft", help="Draft folder or hub name.")]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="Devices to spread both models over, as tensor=4 or fsdp=2,tensor=2.",
+        show_default="one device",
+    ),
+]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Of weights and activations.")]
 QuantizeOption = Annotated[
     Quantize | None,
@@ -85,9 +93,14 @@ def open_target(name: str, dtype: DType, quantize: Quantize | None = None) -> "T
 
 
 def open_pair(
-    target: str | None, draft: str | None, dtype: DType, quantize: Quantize | None = None
+    target: str | None,
+    draft: str | None,
+    dtype: DType,
+    mesh: str | None = None,
+    quantize: Quantize | None = None,
 ) -> tuple["Target", "Draft | None"]:
-    """Starts JAX, loads a target and the draft bound to it (`warn_of_pair` says what is odd about the two).
+    """Starts JAX, loads a target and the draft bound to it (`warn_of_pair` says what is odd about the two), both on the
+    devices of the mesh.
 
     Without a target, the one that the draft names. Raises UserError if one of them cannot be had or does not fit.
     """
@@ -97,21 +110,29 @@ def open_pair(
     from eagle3_jax.draft.draft import load_draft
     from eagle3_jax.draft.verifier import find_target
     from eagle3_jax.models.target import load_target
+    from eagle3_jax.sharding import parse_mesh
 
+    if mesh is not None:
+        parse_mesh(mesh)  # a mistake is said before files are looked for
     if target is None:
         target, origin = find_target(draft)
         note(origin)
-    loaded = load_target(target, dtype, quantize=quantize)
+    loaded = load_target(target, dtype, mesh=mesh, quantize=quantize)
     return loaded, load_draft(draft, dtype=dtype, target=loaded) if draft else None
 
 
 def warn_of_pair(target: "Target", draft: "Draft | None") -> None:
-    """On stderr: other weights than the draft was trained for, and a context longer than its own."""
+    """On stderr: other weights than the draft was trained for, a context longer than its own, and heads that do not
+    divide over the devices."""
     from eagle3_jax.draft.draft import binding_warning
     from eagle3_jax.speculate.generate import window_warning
 
     if draft is not None:
         for warning in filter(None, (binding_warning(draft, target), window_warning(draft, target))):
+            note(warning)
+    parts = [("target", target.config)] + ([] if draft is None else [("draft", draft.config.decoder)])
+    for name, decoder in parts:
+        if warning := target.placement.uneven(name, decoder.num_heads, decoder.num_kv_heads):
             note(warning)
 
 

@@ -10,6 +10,7 @@ from eagle3_jax.cli.common import (
     DraftOption,
     DTypeOption,
     JsonOption,
+    MeshOption,
     NamedTargetOption,
     QuantizeOption,
     note,
@@ -48,13 +49,14 @@ def generate_command(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     dtype: DTypeOption = "bfloat16",
     quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Answer one prompt. Text goes to stdout as it is committed, measurements to stderr."""
     text = _read_prompt(prompt)
     strategy = strategy or ("chain:3" if draft else "plain")
-    loaded, pair = open_pair(target, draft, dtype, quantize)
+    loaded, pair = open_pair(target, draft, dtype, mesh, quantize)
     from eagle3_jax.data.detokeniser import Vocabulary, text_of
     from eagle3_jax.speculate.generate import generate, nonfinite_warning
     from eagle3_jax.speculate.request import SamplingParams

@@ -11,6 +11,7 @@ import typer
 from eagle3_jax.cli.common import (
     DraftOption,
     DTypeOption,
+    MeshOption,
     NamedTargetOption,
     QuantizeOption,
     note,
@@ -36,6 +37,7 @@ def serve_command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
     dtype: DTypeOption = "bfloat16",
     quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
     model_name: Annotated[
         str | None, typer.Option(help="The name that clients give.", show_default="that of the target")
     ] = None,
@@ -80,7 +82,7 @@ def serve_command(
     from eagle3_jax.serving.api.server import Server, listen
 
     with listen(host, port) as listener:  # before loading: a port that is in use is said at once
-        loaded, bound = open_pair(target, draft, dtype, quantize)
+        loaded, bound = open_pair(target, draft, dtype, mesh, quantize)
         warn_of_pair(loaded, bound)
         from eagle3_jax.serving.api.app import create_app
         from eagle3_jax.serving.api.service import Service
@@ -154,7 +156,12 @@ def _check_strategies(names: tuple[str, ...], has_draft: bool) -> None:
 
 def _facts(target: "Target", draft: "Draft | None", engine: Any) -> list[str]:
     """What is printed at start: wiring, memory, and the model's own suggestions that are not followed."""
-    lines = [f"target {target.path}" + (f", its blocks in {target.quantize}" if target.quantize else "")]
+    mesh, kept = target.placement.words, target.quantize
+    lines = [
+        f"target {target.path}"
+        + (f", its blocks in {kept}" if kept else "")
+        + (f", over the devices of {mesh}" if mesh else "")
+    ]
     if draft is None:
         lines.append("no draft: plain decoding")
     else:

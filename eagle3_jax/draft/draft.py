@@ -20,6 +20,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.models.fingerprint import differing_facts, same_weights
 from eagle3_jax.models.target import Target, checked_ids, resolve
 from eagle3_jax.models.weights import Graph, Params, abstract_params, fill, flatten
+from eagle3_jax.sharding import ONE_DEVICE, Placement
 from eagle3_jax.taps import Taps, TapSet
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -57,13 +58,14 @@ class Draft:
 
     def bind(self, target: Target) -> "Draft":
         """Checks that the draft fits the target and lends it the target's embedding, head or norm if it stores none.
+        Its parameters go to the devices of the target's, unless they are there.
 
         Raises UserError on another hidden size, vocabulary, block count or tokenizer, WiringError on a missing tap.
         Other weights of the same shape are a warning (printed by the caller from `binding_warning`).
         """
         check_binding(self, target)
         if self.is_bound:
-            return self
+            return self if target.placement.mesh is None else self.with_params(target.placement.weights(self.params))
         model = target.params["model"]
         lent = {
             "embed_tokens": model["embed_tokens"],
@@ -71,7 +73,7 @@ class Draft:
             "target_norm": {"weight": target.final_norm, "eps": jnp.float32(target.config.rms_norm_eps)},
         }
         parts = {part: jax.tree.map(lambda a: a.astype(self.dtype), lent[part]) for part in self.missing}
-        return self.with_params({**self.params, **parts})
+        return self.with_params(target.placement.weights({**self.params, **parts}))
 
     def with_params(self, params: Params) -> "Draft":
         return dataclasses.replace(self, params=params)
@@ -172,7 +174,7 @@ def load_draft(path: str | Path, dtype: str | None = None, taps=None, target: Ta
     place = resolve(path, also=("pytorch_model*.bin",))
     given = None if taps is None else TapSet(taps)
     checkpoint = read_checkpoint(place, given, num_layers=target.num_layers if target else None)
-    draft = assemble(checkpoint, str(place), dtype)
+    draft = assemble(checkpoint, str(place), dtype, ONE_DEVICE if target is None else target.placement)
     return draft if target is None else draft.bind(target)
 
 
@@ -223,8 +225,9 @@ def checkpoint_of(
     return Checkpoint(config, tensors, facts)
 
 
-def assemble(checkpoint: Checkpoint, where: str, dtype: str | None = None) -> Draft:
-    """The draft of a checkpoint. Raises UserError for a map, tensor or shape that does not fit."""
+def assemble(checkpoint: Checkpoint, where: str, dtype: str | None = None, placement: Placement = ONE_DEVICE) -> Draft:
+    """The draft of a checkpoint, on the devices of the placement. Raises UserError for a map, tensor or shape that does
+    not fit."""
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     _check_layers(config, tensors, where)  # before a network of as many is made
     graph, shapes = draft_graph(config)
@@ -240,7 +243,8 @@ def assemble(checkpoint: Checkpoint, where: str, dtype: str | None = None) -> Dr
         )
     optional = {EMBEDDING} | ({HEAD} if full else set())
     shapes = {n: s for n, s in shapes.items() if not n.startswith(_LENT) and (n in tensors or n not in optional)}
-    params = fill(shapes, tensors.items(), None if dtype is None else jnp.dtype(dtype), where)
+    own = None if dtype is None else jnp.dtype(dtype)
+    params = fill(shapes, tensors.items(), own, where, placement=placement)
     return Draft(config, graph, params, d2t, checkpoint.facts)
 
 

@@ -47,7 +47,9 @@ def quantised(placed: Iterable[tuple], shapes: dict[str, tuple[int, ...]]) -> It
         if scale_name is None or scale_name not in shapes:
             yield name, array, *entry
             continue
-        codes, scale = quantise(np.asarray(array))
+        codes, scale = (
+            np.asarray(part) for part in quantise(np.asarray(array))
+        )  # on the host, to be placed from there
         yield name, codes, *entry
         yield scale_name, scale, *entry
 

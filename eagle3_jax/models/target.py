@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.models import gguf, gguf_tokenizer, int8
@@ -28,6 +29,7 @@ from eagle3_jax.models.weights import (
     safetensors_files,
     with_progress,
 )
+from eagle3_jax.sharding import ONE_DEVICE, Placement, parse_mesh
 from eagle3_jax.taps import Taps, TapSet
 
 QUANTIZE = (None, "int8")  # how `load_target` can keep weights
@@ -46,7 +48,8 @@ class TargetOutput:
 class Target:
     """A loaded target. `graph` and `params` are the nnx module, split once; everything jitted takes the two.
 
-    quantize: "int8" where the kernels of its blocks are (`models.int8`).
+    placement: on which devices the parameters are. quantize: "int8" where the kernels of its blocks are, see
+    `models.int8`.
     """
 
     path: str
@@ -58,6 +61,7 @@ class Target:
     hub_id: str | None
     no_tokenizer: str | None = None
     architecture: str = "LlamaForCausalLM"
+    placement: Placement = ONE_DEVICE
     quantize: str | None = None
 
     @property
@@ -121,17 +125,23 @@ def _forward(graph, taps: TapSet | None, params: Params, ids, lengths):
 
 
 def load_target(
-    path: str | Path, dtype: str = "bfloat16", family: Family | None = None, quantize: str | None = None
+    path: str | Path,
+    dtype: str = "bfloat16",
+    family: Family | None = None,
+    mesh: str | Mesh | None = None,
+    quantize: str | None = None,
 ) -> Target:
     """Loads a target from a Hugging Face folder (safetensors), a .gguf file, a hub name `org/name`, or `demo`.
 
     dtype: dtype of weights and activations. family: of an architecture that is not built in (docs/add-a-target.md).
+    mesh: devices to spread it over, as "tensor=4" (`sharding.parse_mesh`); each weight goes to them part by part.
     quantize: "int8" keeps the kernels of the blocks as int8 codes with a scale a row (`models.int8`), None as they are.
     No tokenizer files are needed: `target.tokenizer` may be None. Weights are read one tensor at a time.
     Raises UserError for anything missing, torn, unsupported or left over.
     """
     if quantize not in QUANTIZE:
         raise UserError(f"quantize {quantize!r} / give one of {QUANTIZE}")
+    placement = Placement(parse_mesh(mesh) if isinstance(mesh, str) else mesh)
     place = resolve(path)
     if place.suffix == ".gguf":
         raw = gguf.gguf_config(place)
@@ -152,10 +162,10 @@ def load_target(
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
     placed = int8.quantised(family.place(config, tensors), shapes)
     float32 = (*family.float32, ".scale")
-    params = fill(shapes, placed, jnp.dtype(dtype), str(place), ignore, float32)
+    params = fill(shapes, placed, jnp.dtype(dtype), str(place), ignore, float32, placement)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
     end_tokens = _end_tokens(raw, generation)
-    facts = (end_tokens, hub_id, no_tokenizer, family.architecture, quantize)
+    facts = (end_tokens, hub_id, no_tokenizer, family.architecture, placement, quantize)
     return Target(str(place), config, graph, params, tokenizer, *facts)
 
 

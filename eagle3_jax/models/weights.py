@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.sharding import ONE_DEVICE, Placement
 
 Params = dict[str | int, Any]  # nested; entries of a layer list have integer keys
 
@@ -166,7 +167,13 @@ def abstract_params(module: nnx.Module) -> tuple[Graph, dict[str, tuple[int, ...
 
 
 def fill(
-    shapes: dict[str, tuple[int, ...]], tensors: Iterable[tuple], dtype, where: str, ignore=(), float32=()
+    shapes: dict[str, tuple[int, ...]],
+    tensors: Iterable[tuple],
+    dtype,
+    where: str,
+    ignore=(),
+    float32=(),
+    placement: Placement = ONE_DEVICE,
 ) -> Params:
     """Builds the nested parameter tree; every expected name must come exactly once, in its shape, and nothing else.
 
@@ -174,7 +181,7 @@ def fill(
     ignore: names whose presence is fine and whose content is not needed.
     dtype: target dtype, or None to keep each tensor's own; float32: endings of names that have that one instead. int8
     codes (`models.int8`) stay what they are.
-    Raises UserError listing what is wrong.
+    placement: where each goes at once. Raises UserError listing what is wrong.
     """
     arrays: dict[str, jax.Array] = {}
     entries: dict[str, set[int]] = {}
@@ -190,11 +197,11 @@ def fill(
             raise UserError(f"{name} has shape {list(array.shape)}, the config says {list(shape)} / {where}")
         own = jnp.float32 if name.endswith(tuple(float32)) else jnp.int8 if array.dtype == jnp.int8 else dtype
         if not entry:
-            arrays[name] = jnp.asarray(array, own)
+            arrays[name] = placement.parameter(name, array, own)
             continue
         if name not in arrays:
-            arrays[name] = jnp.zeros(shapes[name], array.dtype if own is None else own)
-        arrays[name] = _put(arrays[name], array, entry[0])
+            arrays[name] = placement.zeros(name, shapes[name], array.dtype if own is None else own)
+        arrays[name] = _put(arrays[name], placement.entry(name, array, arrays[name].dtype), entry[0])
         entries.setdefault(name, set()).add(entry[0])
     missing = [name for name in shapes if name not in arrays]
     missing += [f"{name}[{i}]" for name, come in entries.items() for i in range(shapes[name][0]) if i not in come]
@@ -210,7 +217,7 @@ def fill(
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stack: jax.Array, entry: jax.Array, index: Int[Array, ""]) -> jax.Array:
     """The stack with one entry replaced, in place."""
-    return jax.lax.dynamic_update_index_in_dim(stack, entry.astype(stack.dtype), index, 0)
+    return jax.lax.dynamic_update_index_in_dim(stack, entry, index, 0)
 
 
 def insert(tree: Params, name: str, value: Any) -> None:

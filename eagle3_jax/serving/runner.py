@@ -25,6 +25,7 @@ from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.attention import KV, cached, empty_cache, put_rows, take_rows
 from eagle3_jax.models.target import Target
+from eagle3_jax.sharding import Placement
 from eagle3_jax.speculate.cost import cost_key, known_costs, time_each
 from eagle3_jax.speculate.drafting import DraftState, extend, fast_rows
 from eagle3_jax.speculate.generate import pair
@@ -133,18 +134,20 @@ class Runner:
 
     def _set_row(self, slot: int, prompt: Sequence[int], params: SamplingParams) -> None:
         new = device_sampling(self._target, [prompt], [params], complete=True)
-        self._state = self._state._replace(sampling=_put(self._state.sampling, _row(slot), new))
+        sampling = _put(self.models.placement, self._state.sampling, _row(slot), new)
+        self._state = self._state._replace(sampling=sampling)
 
     def set_bias(self, slot: int, bias: np.ndarray) -> None:
         """What is added to a slot's logits from now on, f32 [V]; -inf forbids a token."""
         if slot < self._slots:
             self._neutral[slot] = False
         sampling = self._state.sampling
-        self._state = self._state._replace(sampling=sampling._replace(bias=_put(sampling.bias, _row(slot), bias[None])))
+        biases = _put(self.models.placement, sampling.bias, _row(slot), bias[None])
+        self._state = self._state._replace(sampling=sampling._replace(bias=biases))
 
     def copy(self, source: int, slot: int) -> None:
         """Copies all entries of a slot to another one."""
-        self._state = _copy(self._state, _row(source), _row(slot))
+        self._state = _copy(self.models.placement, self._state, _row(source), _row(slot))
 
     def read(self, slot: int, prompt: Sequence[int], start: int, stop: int, room: int) -> LastRead:
         """Reads tokens [start, stop) of a prompt, at most a chunk of them; those before are in the caches.
@@ -206,25 +209,31 @@ def _row(number: int) -> np.ndarray:
 
 def _empty(models: Models, weights: Weights, target: Target, draft: Draft | None, slots: int, entries: int) -> State:
     """The state of `slots` slots that hold nothing."""
-    decoder, known = target.config, None
     try:
-        shape = (decoder.num_layers, slots, decoder.num_kv_heads, entries, decoder.head_dim)
-        cache = empty_cache(*shape, target.dtype, decoder.value_dim)
-        if draft is not None:
-            shape, dtype = draft.config.decoder, weights.draft["lm_head"]["weight"].dtype
-            own = empty_cache(shape.num_layers, slots, shape.num_kv_heads, entries, shape.head_dim, dtype)
-            features = Taps(
-                [jnp.zeros((slots, UNREAD, decoder.hidden_size), dtype) for _ in models.taps.points], models.taps
-            )
-            nothing = jnp.zeros((slots, UNREAD), jnp.int32), jnp.zeros(slots, jnp.int32)
-            known = DraftState(own, jnp.zeros((slots, 1, shape.hidden_size), dtype), features, *nothing)
+        state = models.placement.made(lambda: _nothing(models, weights, target, draft, slots, entries))
         sampling = device_sampling(target, [[0]] * slots, [SamplingParams(seed=0)] * slots, complete=True)
     except jax.errors.JaxRuntimeError as error:
         raise UserError(
             f"no memory for {slots} slots of {entries} tokens / {str(error).splitlines()[0]} / lower one of them"
         ) from error
+    return state._replace(sampling=models.placement.everywhere(sampling))
+
+
+def _nothing(models: Models, weights: Weights, target: Target, draft: Draft | None, slots: int, entries: int) -> State:
+    """`_empty` without the sampling."""
+    decoder, known = target.config, None
+    shape = (decoder.num_layers, slots, decoder.num_kv_heads, entries, decoder.head_dim)
+    cache = empty_cache(*shape, target.dtype, decoder.value_dim)
+    if draft is not None:
+        shape, dtype = draft.config.decoder, weights.draft["lm_head"]["weight"].dtype
+        own = empty_cache(shape.num_layers, slots, shape.num_kv_heads, entries, shape.head_dim, dtype)
+        features = Taps(
+            [jnp.zeros((slots, UNREAD, decoder.hidden_size), dtype) for _ in models.taps.points], models.taps
+        )
+        nothing = jnp.zeros((slots, UNREAD), jnp.int32), jnp.zeros(slots, jnp.int32)
+        known = DraftState(own, jnp.zeros((slots, 1, shape.hidden_size), dtype), features, *nothing)
     reach = None if decoder.rope_border is None else jnp.ones(slots, jnp.int32)
-    return State(cache, jnp.ones(slots, jnp.int32), jnp.zeros(slots, jnp.int32), known, sampling, reach)
+    return State(cache, jnp.ones(slots, jnp.int32), jnp.zeros(slots, jnp.int32), known, None, reach)
 
 
 def _part(state: State, rows: Int[Array, "B"], with_sampling: bool) -> State:
@@ -252,19 +261,19 @@ def _joined(state: State, rows: Int[Array, "B"], part: State) -> State:
     return State(part.cache, length, pending, draft, sampling, state.reach)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(old, rows: Int[Array, "1"], new):
-    return put_rows(old, rows, new)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _put(placement: Placement, old, rows: Int[Array, "1"], new):
+    return placement.kept(put_rows(old, rows, new))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _copy(state: State, source: Int[Array, "1"], row: Int[Array, "1"]) -> State:
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _copy(placement: Placement, state: State, source: Int[Array, "1"], row: Int[Array, "1"]) -> State:
     def copied(cache: tuple[KV, ...]) -> tuple[KV, ...]:
         return put_rows(cache, row, take_rows(cache, source))
 
     draft = state.draft
     draft = None if draft is None else draft._replace(cache=copied(draft.cache))
-    return state._replace(cache=copied(state.cache), draft=draft)
+    return placement.kept(state._replace(cache=copied(state.cache), draft=draft))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -297,11 +306,12 @@ def _read(
 
     state, hidden = state._replace(cache=cache), newest(last.before_norm())
     if models.draft is None:
-        return state, LastRead(hidden, None)
+        return models.placement.kept((state, LastRead(hidden, None)))
     known, draft = state.draft, models.draft.merge(weights.draft)
     taps = taps.map(lambda a: a.astype(known.hidden.dtype))
     _, draft_cache = draft(draft.project(taps), next_ids, positions, attend, known.cache)
-    return state._replace(draft=known._replace(cache=draft_cache)), LastRead(hidden, taps.map(newest))
+    state = state._replace(draft=known._replace(cache=draft_cache))
+    return models.placement.kept((state, LastRead(hidden, taps.map(newest))))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -330,7 +340,8 @@ def _first(
         sound=sound(logits, jnp.ones(1, jnp.int32)),
         scores=scores(logits, token[:, None], scored),
     )
-    return _joined(state, row, State(part.cache, length, token, known, sampling)), outcome
+    state = _joined(state, row, State(part.cache, length, token, known, sampling))
+    return models.placement.kept((state, outcome))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -339,7 +350,7 @@ def _verify(
 ) -> tuple[State, Verified]:
     part, verified = verify(models, strategy, weights, _part(state, rows, with_sampling=False), rows)
     draft = None if state.draft is None else state.draft._replace(cache=part.draft.cache)
-    return state._replace(cache=part.cache, draft=draft), verified
+    return models.placement.kept(state._replace(cache=part.cache, draft=draft)), verified
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -361,10 +372,11 @@ def _commit(
         sound=sound(logits, committed.accepted + 1),
         scores=scores(logits, committed.tokens, scored) if everything else None,
     )
-    return _joined(state, rows, part), outcome
+    return models.placement.kept((_joined(state, rows, part), outcome))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _catch_up(models: Models, weights: Weights, state: State, rows: Int[Array, "B"]) -> State:
     part = _part(state, rows, with_sampling=False)
-    return _joined(state, rows, part._replace(draft=read_unread(models, weights, part.draft, part.length, rows)))
+    part = part._replace(draft=read_unread(models, weights, part.draft, part.length, rows))
+    return models.placement.kept(_joined(state, rows, part))

@@ -99,6 +99,7 @@ def cost_key(target: Target, draft: Draft, batch: int, entries: int, variant: Se
         "draft": _hash(draft.config),
         "dtypes": [str(target.dtype), str(draft.dtype)],
         "quantize": target.quantize,
+        "mesh": target.placement.words,
         "machine": describe_machine(),
         "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "jaxlib")},
         "batch": 1 << (batch - 1).bit_length(),

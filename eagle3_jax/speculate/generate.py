@@ -102,7 +102,7 @@ def generate(
 
     models, weights, state, first = _begin(target, draft, prompts, params, strategies)
     if oracle is not None:
-        state = _with_oracle(state, prompts, oracle, strategies)
+        state = _with_oracle(models, state, prompts, oracle, strategies)
     for i, token in enumerate(np.asarray(first)):
         _commit(results, i, [int(token)], limits, stops, on_tokens)
     depth = max(shape.depth for shape in strategies)
@@ -141,7 +141,7 @@ def warm_up(
     strategies, params = strategies_of(strategy, draft), spread(sampling, len(prompts))
     models, weights, state, _ = _begin(target, draft, prompts, params, strategies)
     if oracle is not None:
-        state = _with_oracle(state, prompts, oracle, strategies)
+        state = _with_oracle(models, state, prompts, oracle, strategies)
     if len(strategies) > 1:
         _, state = _costs(target, draft, models, weights, strategies, state)
     unread = 0
@@ -174,14 +174,16 @@ def reach_of(target: Target, prompts, limits: Sequence[int]) -> jax.Array | None
     return jnp.asarray([len(prompt) + new for prompt, new in zip(prompts, limits, strict=True)], jnp.int32)
 
 
-def _with_oracle(state: State, prompts, answers: Sequence[Sequence[int]], strategies: list[Strategy]) -> State:
+def _with_oracle(
+    models: Models, state: State, prompts, answers: Sequence[Sequence[int]], strategies: list[Strategy]
+) -> State:
     if len(answers) != len(prompts) or not all(shape.is_chain and shape.depth for shape in strategies):
         raise UserError("an oracle proposes known answers / give one for each prompt, and a chain as strategy")
     known = np.full((len(prompts), state.cache[0].k.shape[2]), -1, np.int32)
     for row, prompt, answer in zip(known, prompts, answers, strict=True):
         text = [*prompt, *answer][: len(row)]
         row[: len(text)] = text
-    return state._replace(draft=state.draft._replace(oracle=jnp.asarray(known)))
+    return state._replace(draft=state.draft._replace(oracle=models.placement.everywhere(jnp.asarray(known))))
 
 
 def _rounds(
@@ -237,9 +239,10 @@ def strategies_of(strategy: str | Sequence[Sequence[int]], draft: Draft | None) 
 def pair(target: Target, draft: Draft | None) -> tuple[Models, Weights]:
     """The static and the array half of a target with its draft (checked against it and bound), for the round."""
     if draft is None:
-        return Models(target.graph, None, None), Weights(target.params, None, None)
-    draft = draft.bind(target)
-    return Models(target.graph, draft.graph, draft.taps), Weights(target.params, draft.params, jnp.asarray(draft.d2t))
+        return Models(target.graph, None, None, target.placement), Weights(target.params, None, None)
+    draft, placement = draft.bind(target), target.placement
+    weights = Weights(target.params, draft.params, placement.everywhere(jnp.asarray(draft.d2t)))
+    return Models(target.graph, draft.graph, draft.taps, placement), weights
 
 
 def window_warning(draft: Draft, target: Target) -> str | None:

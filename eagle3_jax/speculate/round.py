@@ -21,6 +21,7 @@ from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.models.attention import KV, cached_where, causal, empty_cache, finite
 from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.weights import Graph, Params
+from eagle3_jax.sharding import ONE_DEVICE, Placement
 from eagle3_jax.speculate.drafting import DraftState, draft_tree, extend, fast_rows, window_mask
 from eagle3_jax.speculate.sampling import Sampling, choose, observe
 from eagle3_jax.speculate.strategy import Strategy
@@ -58,11 +59,12 @@ class Committed(NamedTuple):
 
 
 class Models(NamedTuple):
-    """The static half of a pair: graphs, and the taps that the draft reads (None, None without a draft)."""
+    """The static half of a pair: graphs, the taps that the draft reads (None, None without a draft), the devices."""
 
     target: Graph
     draft: Graph | None
     taps: TapSet | None
+    placement: Placement = ONE_DEVICE
 
 
 class Weights(NamedTuple):
@@ -105,7 +107,7 @@ def prefill(
     first = choose(target.logits(newest)[:, 0], lengths, sampling)
     sampling = observe(sampling, first, jnp.ones(batch, bool))
     if models.draft is None:
-        return State(cache, lengths, first, None, sampling, reach), first
+        return models.placement.kept((State(cache, lengths, first, None, sampling, reach), first))
     draft: DraftModel = models.draft.merge(weights.draft)
     shape, dtype = draft.config.decoder, draft.lm_head.weight[...].dtype
     draft_cache = empty_cache(shape.num_layers, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
@@ -115,7 +117,7 @@ def prefill(
     unread = taps.map(lambda a: jnp.zeros((batch, UNREAD, a.shape[-1]), dtype))
     nothing = jnp.zeros((batch, UNREAD), jnp.int32), jnp.zeros(batch, jnp.int32)
     state = DraftState(draft_cache, _row(y, lengths - 1), unread, *nothing)
-    return State(cache, lengths, first, state, sampling, reach), first
+    return models.placement.kept((State(cache, lengths, first, state, sampling, reach), first))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
@@ -128,7 +130,7 @@ def speculate(models: Models, strategy: Strategy, weights: Weights, state: State
     """
     state, verified = verify(models, strategy, weights, state)
     state, committed, _ = commit(models, strategy, weights, state, verified)
-    return state, committed
+    return models.placement.kept((state, committed))
 
 
 class Verified(NamedTuple):
@@ -205,7 +207,7 @@ def commit(
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def catch_up(models: Models, weights: Weights, state: State) -> State:
     """The draft reads the slots that plain rounds have left."""
-    return state._replace(draft=read_unread(models, weights, state.draft, state.length))
+    return models.placement.kept(state._replace(draft=read_unread(models, weights, state.draft, state.length)))
 
 
 def read_unread(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.models.target import Target
+from eagle3_jax.sharding import Placement
 from eagle3_jax.speculate.generate import pad_prompts, padded_length, pair, reach_of, round_up
 from eagle3_jax.speculate.request import SamplingParams, cut, device_sampling
 from eagle3_jax.speculate.round import Committed, State, prefill, speculate
@@ -60,7 +61,9 @@ def generate_many(
             settings = (max_new_tokens, temperature, top_p, seed)
             new, first = _read_prompts(target, models, weights, group, cache_length, *settings)
             places = [free[min(i, len(group) - 1)] for i in range(_GROUP)]
-            state = _insert(_widen(new, slots) if state is None else state, new, jnp.asarray(places))
+            if state is None:
+                state = models.placement.made(functools.partial(_widen, slots=slots), new)
+            state = _insert(models.placement, state, new, jnp.asarray(places))
             for slot, request, token in zip(places, group, first, strict=False):
                 active[slot] = request
                 request.tokens.append(int(token))
@@ -102,6 +105,6 @@ def _widen(state: State, slots: int) -> State:
     return jax.tree.map(lambda x: x[jnp.zeros(slots, jnp.int32)], state)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(state: State, new: State, places: jax.Array) -> State:
-    return jax.tree.map(lambda old, rows: old.at[places].set(rows), state, new)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _insert(placement: Placement, state: State, new: State, places: jax.Array) -> State:
+    return placement.kept(jax.tree.map(lambda old, rows: old.at[places].set(rows), state, new))

@@ -70,9 +70,11 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     placement = Placement(make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
     _check_processes(config, placement)
     if target is None:
-        # Not all of it on one of several devices: from the host each gets its part.
-        with jax.default_device(None if placement.mesh is None else jax.local_devices(backend="cpu")[0]):
-            target = load_target(config.target.path, config.target.dtype, quantize=config.target.quantize)
+        # Not all of it on one of several devices. Several processes each look at weights, so each has them on its host.
+        alone = jax.process_count() == 1
+        with jax.default_device(None if alone else jax.local_devices(backend="cpu")[0]):
+            mesh = placement.mesh if alone else None
+            target = load_target(config.target.path, config.target.dtype, mesh=mesh, quantize=config.target.quantize)
     (documents, packed), (heldout_documents, heldout) = (
         _read(config, files, target) for files in (config.data.train, config.data.heldout)
     )

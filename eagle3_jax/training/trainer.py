@@ -131,7 +131,10 @@ def _loop(
             chosen = rows_of_step(step, rows, training.batch_rows, training.seed, budget.pass_steps)
             batch = make_batch(run.train, chosen, training.batch_rows)
             placed = on_devices(run, batch)
+            wait = time.perf_counter() - begin
             features = features_of(run, run.stored, run.cache, chosen, placed)
+            if run.stored is not None:  # the time went into reading them
+                wait = time.perf_counter() - begin
             # Only what is kept is for the first pass alone.
             of_features = time.perf_counter() - begin if training.features == "ram" else 0.0
             rate = jnp.float32(learning_rate_factor(run.config.optimiser, step / total))
@@ -149,8 +152,9 @@ def _loop(
             step += 1
             total = budget.total(step, time.perf_counter() - began)
             heldout = evaluate(run, state) if step >= total or step % training.evaluate_every == 0 else None
-            metrics["seconds"] = round(seconds, 4)
-            metrics["tokens_per_second"] = round(float((batch.document_ids >= 0).sum()) / seconds, 1)
+            metrics["seconds"], metrics["wait"] = round(seconds, 4), round(wait, 4)
+            metrics["tokens"] = int((batch.document_ids >= 0).sum())
+            metrics["tokens_per_second"] = round(metrics["tokens"] / seconds, 1)
             metrics_file.write(metrics if heldout is None else {**metrics, "heldout": heldout})
             trackers.log(step, metrics, heldout)
             elapsed = time.perf_counter() - began
@@ -278,7 +282,8 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
     }
     template, generation = run.config.data.chat_template, None
     if jax.process_count() == 1:
-        target = dataclasses.replace(run.target, params=run.frozen.target)  # on the devices of training
+        # On the devices of training.
+        target = dataclasses.replace(run.target, params=run.frozen.target, placement=run.setup.placement)
         generation = measure_generation(run.config.evaluation, target, draft, run.heldout, template, say)
     if generation is not None:
         result["generation"] = generation

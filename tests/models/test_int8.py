@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import eagle3_jax as e3
 from eagle3_jax.draft.draft import binding_warning
 from eagle3_jax.models.fingerprint import same_weights
 from eagle3_jax.models.int8 import dense, quantise
 from eagle3_jax.models.weights import flatten
+from eagle3_jax.sharding import AXES, shardings
 from tests.tiny import ids_of, random_draft, relative, write_target
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "targets"
@@ -56,6 +58,17 @@ def test_kernels_of_blocks_are_quantised_and_nothing_else() -> None:
         kind = "int8" if kernel else "float32" if name.endswith((".scale", "score_correction_bias")) else "bfloat16"
         assert str(array.dtype) == kind, name
     assert target.dtype == jnp.bfloat16
+
+
+def test_scales_lie_where_their_outputs_lie() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)
+    target = e3.load_target(GOLDEN / "qwen3_moe_tiny", quantize="int8")
+    specs = {name: sharding.spec for name, sharding in flatten(shardings(mesh, target.params)).items()}
+    scales = [name for name in specs if name.endswith(".scale")]
+    assert len(scales) > 10
+    for name in scales:
+        assert specs[name] == PartitionSpec(*specs[f"{name.removesuffix('scale')}weight"][:-1]), name
+    assert specs["model.layers.0.self_attn.q_proj.scale"] == PartitionSpec(("tensor",))
 
 
 def test_blocks_take_half_the_memory_of_bfloat16(pair) -> None:

@@ -1,5 +1,6 @@
 """One mesh for target and draft: eight devices in two processes train what one device trains, and it goes on there."""
 
+import json
 import os
 import socket
 import subprocess
@@ -10,14 +11,18 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.models.families import family_of
+from eagle3_jax.models.weights import abstract_params
 from eagle3_jax.sharding import PARAMETERS, make_mesh, spec
 from eagle3_jax.training import run_folder, trainer
 from tests.training.conftest import read_metrics
 
 REPO = Path(__file__).resolve().parents[2]
+GOLDEN = REPO / "tests" / "golden" / "targets"
 
 
 def test_where_weights_go() -> None:
@@ -25,6 +30,9 @@ def test_where_weights_go() -> None:
     assert spec(mesh, "q_proj", (64, 32)) == PartitionSpec(("tensor",), ("fsdp",))
     assert spec(mesh, "o_proj", (32, 64)) == PartitionSpec(("fsdp",), ("tensor",))
     assert spec(mesh, "lm_head", (51, 32)) == PartitionSpec(None, ("fsdp",))  # 51 rows do not divide
+    assert spec(mesh, "gate_proj", (3, 64, 32)) == PartitionSpec(None, ("tensor",), ("fsdp",))  # of three experts
+    assert spec(mesh, "q_a_proj", (64, 32)) == PartitionSpec(None, ("fsdp",))
+    assert spec(mesh, "kv_b_proj", (64, 32)) == PartitionSpec(("tensor",), ("fsdp",))
     assert spec(mesh, "norm", (32,)) == spec(mesh, "q_proj", (64,)) == PartitionSpec()
 
 
@@ -35,6 +43,15 @@ def test_every_matrix_has_a_place(world, tmp_path) -> None:
     for tree in (run.frozen.target, run.draft.params):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             assert leaf.ndim < 2 or path[-2].key in PARAMETERS, path
+
+
+@pytest.mark.parametrize("folder", sorted(GOLDEN.glob("*_tiny")), ids=lambda folder: folder.name)
+def test_every_matrix_of_every_family_has_a_place(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    family = family_of(raw, "here")
+    _, shapes = abstract_params(nnx.eval_shape(lambda: family.build(family.read(raw, "here"))))
+    for name, shape in shapes.items():
+        assert len(shape) < 2 or name.endswith(".bias") or name.split(".")[-2] in PARAMETERS, name
 
 
 def test_mistakes_are_one_line(world, tmp_path) -> None:

@@ -40,7 +40,7 @@ def final_state(run: Path) -> list[np.ndarray]:
 def untimed(run: Path) -> list[dict]:
     """The metrics without what depends on the clock."""
     return [
-        {key: value for key, value in row.items() if key not in ("seconds", "tokens_per_second")}
+        {key: value for key, value in row.items() if key not in ("seconds", "wait", "tokens_per_second")}
         for row in read_metrics(run)
     ]
 
