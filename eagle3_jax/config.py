@@ -19,10 +19,15 @@ class _Strict(BaseModel):
 
 
 class TargetConfig(_Strict):
-    """path: HF folder, .gguf file, hub name, or `demo` (the bundled SmolLM2)."""
+    """path: HF folder, .gguf file, hub name, or `demo` (the bundled SmolLM2).
+
+    quantize: `int8` keeps the weights of its blocks in half the memory; the draft then learns from what that target
+    computes, and is to be served with the same (docs/targets.md).
+    """
 
     path: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    quantize: Literal["int8"] | None = None
 
 
 class StoredConfig(_Strict):

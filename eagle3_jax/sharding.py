@@ -130,7 +130,9 @@ def shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def _sharding(mesh: Mesh, keys: list[str], shape: tuple[int, ...]) -> NamedSharding:
-    name = keys[-2] if len(keys) > 1 and keys[-1] == "weight" else ""
+    name = keys[-2] if len(keys) > 1 and keys[-1] in ("weight", "scale") else ""
+    if keys[-1:] == ["scale"]:  # of int8 codes: one an output channel, which lies where that lies
+        return NamedSharding(mesh, PartitionSpec(*spec(mesh.shape, name, (*shape, 1))[:-1]))
     return NamedSharding(mesh, spec(mesh.shape, name, shape))
 
 

@@ -47,7 +47,7 @@ def run_demo(config: Config, size: DemoSize, progress: Callable, say: Callable[[
     if stored.exists() and "speedup" in (result := read_result(config.run_dir)):
         say(f"already done: {stored}; remove {config.run_dir} to run again")
         return result
-    target = load_target(config.target.path, config.target.dtype)
+    target = load_target(config.target.path, config.target.dtype, quantize=config.target.quantize)
     prompts = heldout_prompts(target, size.prompts)
     live = generate(target, None, prompts[:2], 32)
     for prompt, answer in zip(prompts[:2], live, strict=True):
@@ -105,7 +105,7 @@ def _measure(target: Target, config: Config, prompts, size: DemoSize, say) -> di
 
 def _identity(config: Config, prompts, strategy: str, tokens: int) -> dict[str, Any]:
     """identical: whether speculation gives plain decoding's tokens in float32, all prompts as one ragged batch."""
-    target = load_target(config.target.path, "float32")
+    target = load_target(config.target.path, "float32", quantize=config.target.quantize)
     draft = load_draft(config.run_dir / "export", "float32", target=target)
     with jax.default_matmul_precision("highest"):
         plain = generate(target, None, prompts, tokens)

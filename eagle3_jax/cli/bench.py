@@ -11,6 +11,7 @@ from eagle3_jax.cli.common import (
     JsonOption,
     MeshOption,
     NamedTargetOption,
+    QuantizeOption,
     check_folder,
     note,
     open_pair,
@@ -38,6 +39,7 @@ def bench_command(
     temperature: Annotated[float, typer.Option(help="0 = greedy; else all strategies sample by the same seed.")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     dtype: DTypeOption = "bfloat16",
+    quantize: QuantizeOption = None,
     mesh: MeshOption = None,
     json_file: JsonOption = None,
     plot: Annotated[
@@ -57,7 +59,7 @@ def bench_command(
     turns = read_prompts(prompts)[:limit]
     if max(sizes) > len(turns):
         raise UserError(f"--batch {max(sizes)} needs as many prompts, {prompts} gives {len(turns)} / lower it")
-    loaded, bound = open_pair(target, draft, dtype, mesh)
+    loaded, bound = open_pair(target, draft, dtype, mesh, quantize)
     from eagle3_jax.bench.machine import describe_machine
     from eagle3_jax.bench.measure import as_strategy, measure, row
     from eagle3_jax.bench.plot import draw

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from eagle3_jax.models.target import Target
 
 DType = Literal["bfloat16", "float16", "float32"]
+Quantize = Literal["int8"]
 
 
 def check_folder(option: str, path: Path | None) -> Path | None:
@@ -48,6 +49,10 @@ MeshOption = Annotated[
     ),
 ]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Of weights and activations.")]
+QuantizeOption = Annotated[
+    Quantize | None,
+    typer.Option("--quantize", help="Keep the target's blocks as int8, in half the memory.", show_default="not at all"),
+]
 JsonOption = Annotated[
     Path | None,
     typer.Option(
@@ -79,16 +84,20 @@ def start_jax(dtype: DType) -> None:
         note(f"warning: bfloat16 on CPU is about ten times slower with jax {jax.__version__} than with 0.12 or newer")
 
 
-def open_target(name: str, dtype: DType) -> "Target":
+def open_target(name: str, dtype: DType, quantize: Quantize | None = None) -> "Target":
     """Starts JAX and loads a target. Raises UserError if there is no such target."""
     start_jax(dtype)
     from eagle3_jax.models.target import load_target
 
-    return load_target(name, dtype)
+    return load_target(name, dtype, quantize=quantize)
 
 
 def open_pair(
-    target: str | None, draft: str | None, dtype: DType, mesh: str | None = None
+    target: str | None,
+    draft: str | None,
+    dtype: DType,
+    mesh: str | None = None,
+    quantize: Quantize | None = None,
 ) -> tuple["Target", "Draft | None"]:
     """Starts JAX, loads a target and the draft bound to it (`warn_of_pair` says what is odd about the two), both on the
     devices of the mesh.
@@ -108,7 +117,7 @@ def open_pair(
     if target is None:
         target, origin = find_target(draft)
         note(origin)
-    loaded = load_target(target, dtype, mesh=mesh)
+    loaded = load_target(target, dtype, mesh=mesh, quantize=quantize)
     return loaded, load_draft(draft, dtype=dtype, target=loaded) if draft else None
 
 

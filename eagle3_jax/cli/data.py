@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.common import DTypeOption, JsonOption, QuantizeOption, TargetOption, note, open_target, write_json
 from eagle3_jax.cli.data_features import store_features
 from eagle3_jax.cli.data_inspect import inspect_data
 from eagle3_jax.cli.data_preview import preview_data
@@ -51,6 +51,7 @@ def generate_data(
     model: Annotated[str | None, typer.Option(help="Its name at the endpoint; the first one if left out.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     dtype: DTypeOption = "bfloat16",
+    quantize: QuantizeOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Let the target answer prompts: a draft must be trained on what its target says.
@@ -70,7 +71,7 @@ def generate_data(
     from eagle3_jax.data.answers import AnswerSettings, generate_answers
 
     settings = AnswerSettings(max_prompt, max_new_tokens, slots, temperature, top_p, seed, samples)
-    loaded = open_target(target, dtype) if endpoint is None else None
+    loaded = open_target(target, dtype, quantize) if endpoint is None else None
     try:
         file = prompts or _self_prompts(loaded, self_prompt, out, seed, slots)
         with _bar("answers", "{tokens:,} tokens, {speed:.0f} tok/s") as update:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, TargetOption, note, open_target
+from eagle3_jax.cli.common import DTypeOption, QuantizeOption, TargetOption, note, open_target
 from eagle3_jax.errors import UserError
 
 
@@ -20,9 +20,10 @@ def store_features(
     length: Annotated[int, typer.Option(min=8, help="Tokens a document is cut at, as data.length of a config.")] = 2048,
     batch_rows: Annotated[int, typer.Option(min=1, help="Packed rows that the target reads together.")] = 4,
     dtype: DTypeOption = "bfloat16",
+    quantize: QuantizeOption = None,
 ) -> None:
     """Store the target's states, to train from with data.train=OUT. Prints the disk it takes first."""
-    loaded = open_target(target, dtype)
+    loaded = open_target(target, dtype, quantize)
     from eagle3_jax.taps import TapSet, paper_taps
     from eagle3_jax.training.dataset import read_documents
     from eagle3_jax.training.make_store import make_store

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, note, open_target, start_jax, write_json
+from eagle3_jax.cli.common import DTypeOption, JsonOption, QuantizeOption, note, open_target, start_jax, write_json
 
 
 def inspect_data(
@@ -15,6 +15,7 @@ def inspect_data(
         str | None, typer.Option("--target", help="The model they were made with: measures what each state is.")
     ] = None,
     dtype: DTypeOption = "bfloat16",
+    quantize: QuantizeOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Print what stored features hold: norms of each state and whether it looks like embedding, early, middle, late
@@ -26,7 +27,7 @@ def inspect_data(
     foreign.open_sample(foreign.sample_files(file)[0])  # faults come before the model is loaded
     if target is None:
         start_jax(dtype)
-    found = inspect_features(file, None if target is None else open_target(target, dtype))
+    found = inspect_features(file, None if target is None else open_target(target, dtype, quantize))
     _print(found)
     if target is None:
         note("looks are guesses from norms unless marked certain; --target TARGET measures what each state is")

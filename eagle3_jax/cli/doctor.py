@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.common import DTypeOption, JsonOption, QuantizeOption, TargetOption, note, open_target, write_json
 from eagle3_jax.errors import UserError
 
 
@@ -16,6 +16,7 @@ def doctor_command(
     fix: Annotated[Path | None, typer.Option(help="Write the corrected draft to this folder.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Measure on about so many tokens from the data's start.")] = 4096,
     dtype: DTypeOption = "bfloat16",
+    quantize: QuantizeOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Measure a draft's accuracy under every plausible wiring and tell which one it was trained with.
@@ -27,7 +28,7 @@ def doctor_command(
     read_records(data)  # faults come before the model is loaded
     if fix is not None and Path(draft).exists() and fix.resolve() == Path(draft).resolve():
         raise UserError(f"--fix {fix} is the draft itself / name another folder")
-    loaded = open_target(target, dtype)
+    loaded = open_target(target, dtype, quantize)
     from eagle3_jax.doctor.fix import repairable, write_fix
     from eagle3_jax.doctor.opening import open_draft
     from eagle3_jax.doctor.report import remarks, serving_lines, table, to_json, verdict

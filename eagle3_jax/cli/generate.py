@@ -12,6 +12,7 @@ from eagle3_jax.cli.common import (
     JsonOption,
     MeshOption,
     NamedTargetOption,
+    QuantizeOption,
     note,
     open_pair,
     warn_of_pair,
@@ -47,6 +48,7 @@ def generate_command(
     sample_draft: Annotated[bool, typer.Option("--sample-draft", help="Draw draft tokens, verify by p/q.")] = False,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     dtype: DTypeOption = "bfloat16",
+    quantize: QuantizeOption = None,
     mesh: MeshOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")] = False,
     json_file: JsonOption = None,
@@ -54,7 +56,7 @@ def generate_command(
     """Answer one prompt. Text goes to stdout as it is committed, measurements to stderr."""
     text = _read_prompt(prompt)
     strategy = strategy or ("chain:3" if draft else "plain")
-    loaded, pair = open_pair(target, draft, dtype, mesh)
+    loaded, pair = open_pair(target, draft, dtype, mesh, quantize)
     from eagle3_jax.data.detokeniser import Vocabulary, text_of
     from eagle3_jax.speculate.generate import generate, nonfinite_warning
     from eagle3_jax.speculate.request import SamplingParams

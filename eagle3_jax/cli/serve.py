@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli.common import DraftOption, DTypeOption, MeshOption, NamedTargetOption, note, open_pair, warn_of_pair
+from eagle3_jax.cli.common import (
+    DraftOption,
+    DTypeOption,
+    MeshOption,
+    NamedTargetOption,
+    QuantizeOption,
+    note,
+    open_pair,
+    warn_of_pair,
+)
 from eagle3_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,6 +36,7 @@ def serve_command(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = 8000,
     dtype: DTypeOption = "bfloat16",
+    quantize: QuantizeOption = None,
     mesh: MeshOption = None,
     model_name: Annotated[
         str | None, typer.Option(help="The name that clients give.", show_default="that of the target")
@@ -72,7 +82,7 @@ def serve_command(
     from eagle3_jax.serving.api.server import Server, listen
 
     with listen(host, port) as listener:  # before loading: a port that is in use is said at once
-        loaded, bound = open_pair(target, draft, dtype, mesh)
+        loaded, bound = open_pair(target, draft, dtype, mesh, quantize)
         warn_of_pair(loaded, bound)
         from eagle3_jax.serving.api.app import create_app
         from eagle3_jax.serving.api.service import Service
@@ -146,8 +156,12 @@ def _check_strategies(names: tuple[str, ...], has_draft: bool) -> None:
 
 def _facts(target: "Target", draft: "Draft | None", engine: Any) -> list[str]:
     """What is printed at start: wiring, memory, and the model's own suggestions that are not followed."""
-    mesh = target.placement.words
-    lines = [f"target {target.path}" + (f", over the devices of {mesh}" if mesh else "")]
+    mesh, kept = target.placement.words, target.quantize
+    lines = [
+        f"target {target.path}"
+        + (f", its blocks in {kept}" if kept else "")
+        + (f", over the devices of {mesh}" if mesh else "")
+    ]
     if draft is None:
         lines.append("no draft: plain decoding")
     else:

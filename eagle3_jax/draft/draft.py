@@ -129,10 +129,16 @@ def binding_warning(draft: Draft, target: Target) -> str | None:
     """One line when the shapes fit but the weights are not those the draft was trained for, else None."""
     facts = draft.facts.get("target", {})
     fingerprint = facts.get("fingerprint")
-    if fingerprint and same_weights(fingerprint, target.fingerprint):
+    if not fingerprint:
+        reason = "has no fingerprint"
+    elif not same_weights(fingerprint, target.fingerprint):
+        reason = "was trained on other weights"
+    elif fingerprint.get("quantize") != target.quantize:
+        kept = fingerprint.get("quantize") or "not quantised"
+        reason = f"was trained on this target's weights {kept}, here they are {target.quantize or 'not quantised'}"
+    else:
         return None
     name = facts.get("hub_id") or draft.facts.get("verifier", {}).get("name_or_path") or "an unnamed target"
-    reason = "has no fingerprint" if not fingerprint else "was trained on other weights"
     return f"warning: the draft (for {name}) {reason}; serving it on {target.path} may accept fewer tokens"
 
 

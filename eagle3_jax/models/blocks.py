@@ -15,14 +15,22 @@ from eagle3_jax.models.rope import rotate
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b with W kept [out, in], the checkpoint's layout and the fast one on CPU (docs/performance.md)."""
+    """y = x W^T + b with W kept [out, in], the checkpoint's layout and the fast one on CPU (docs/performance.md).
+
+    scale: of each output channel where W holds int8 codes (`models.int8`), None where it holds the weights themselves.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         self.weight = nnx.Param(jnp.zeros((outputs, inputs)))
         self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
+        self.scale: nnx.Param | None = None
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        y = jnp.einsum("...i,oi->...o", x, self.weight[...])
+        if self.scale is None:
+            y = jnp.einsum("...i,oi->...o", x, self.weight[...])
+        else:
+            y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype), preferred_element_type=jnp.float32)
+            y = (y * self.scale[...]).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -163,6 +163,13 @@ class DecoderConfig:
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     @property
+    def rope_border(self) -> int | None:
+        """LongRoPE: texts that may grow longer than this have other rotations, of all their tokens; None = none."""
+        ropes = [rope for rope in (self.layer_ropes or (self.rope,)) if rope is not None]
+        borders = [r.get("original_max_position_embeddings") for r in ropes if r.kind == "longrope"]
+        return min((border for border in borders if border < self.max_positions), default=None)
+
+    @property
     def facts(self) -> dict[str, int]:
         """What must agree for two targets to be interchangeable in shape."""
         names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")

@@ -23,17 +23,20 @@ _GROUPED = jax.lax.RaggedDotDimensionNumbers(
 
 
 class GroupedLinear(nnx.Module):
-    """One linear layer an expert: weight [E, out, in], bias [E, out]."""
+    """One linear layer an expert: weight [E, out, in], bias [E, out]; scale [E, out]: see `Linear`."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, bias: bool = False):
         self.weight = nnx.Param(jnp.zeros((experts, outputs, inputs)))
         self.bias = nnx.Param(jnp.zeros((experts, outputs))) if bias else None
+        self.scale: nnx.Param | None = None
 
     def __call__(
         self, rows: Float[Array, "R inputs"], expert: Int[Array, "R"], sizes: Int[Array, "E"]
     ) -> Float[Array, "R outputs"]:
         """rows sorted by expert; expert: of each row; sizes: rows of each expert."""
-        y = jax.lax.ragged_dot_general(rows, self.weight[...], sizes, _GROUPED)
+        weight = self.weight[...] if self.scale is None else self.weight[...].astype(rows.dtype)
+        y = jax.lax.ragged_dot_general(rows, weight, sizes, _GROUPED)
+        y = y if self.scale is None else (y * self.scale[...][expert]).astype(rows.dtype)
         return y if self.bias is None else y + self.bias[...][expert]
 
 

@@ -1,7 +1,7 @@
 """Which target is this? Facts of the config, a sample of the weights, and a hash of the tokenizer.
 
-fp32, bf16 and GGUF copies of one model have different hashes but nearly equal samples, so they can be told apart and
-still be compared. Another hidden size, vocabulary, block count or tokenizer is another target.
+fp32, bf16, int8 and GGUF copies of one model have different hashes but nearly equal samples, so they can be told apart
+and still be compared. Another hidden size, vocabulary, block count or tokenizer is another target.
 """
 
 import hashlib
@@ -17,21 +17,29 @@ from eagle3_jax.models.weights import Params, flatten
 _SAMPLES = 48
 
 
-def target_fingerprint(config: DecoderConfig, params: Params) -> dict[str, Any]:
-    """{facts, sample: 48 weights (4 digits) spread over all matrices, hash of those weights at their dtype, dtype}."""
-    flat = sorted(flatten(params).items())
-    matrices = [array for name, array in flat if array.ndim == 2]
-    picks = []
+def target_fingerprint(config: DecoderConfig, params: Params, quantize: str | None = None) -> dict[str, Any]:
+    """{facts, sample: 48 weights (4 digits) spread over all matrices, hash of those weights at their dtype, dtype}.
+
+    quantize: of the target, which is then a fact and part of the hash as well.
+    """
+    flat = flatten(params)
+    names = sorted(name for name, array in flat.items() if array.ndim == 2 and not name.endswith(".scale"))
+    picks, scales = [], []
     for i in range(_SAMPLES):
-        matrix = matrices[i * len(matrices) // _SAMPLES]
-        row, column = (i * 7919) % matrix.shape[0], (i * 104729) % matrix.shape[1]
-        picks.append(matrix[row, column])
-    values = np.asarray(jax.device_get(picks), np.float32)
+        name = names[i * len(names) // _SAMPLES]
+        rows, columns = flat[name].shape
+        row, column = (i * 7919) % rows, (i * 104729) % columns
+        scale = flat.get(f"{name.removesuffix('weight')}scale")  # of int8 codes
+        picks.append(flat[name][row, column])
+        scales.append(1.0 if scale is None else scale[row])
+    values = np.asarray(jax.device_get(picks), np.float32) * np.asarray(jax.device_get(scales), np.float32)
+    dtype = str(flat[names[0]].dtype)  # of the head or the embedding, which are never quantised
     return {
         **config.facts,
-        "dtype": str(matrices[0].dtype),
+        "dtype": dtype,
+        **({"quantize": quantize} if quantize else {}),
         "sample": [float(f"{v:.4g}") for v in values],
-        "hash": hashlib.sha256(values.tobytes() + str(matrices[0].dtype).encode()).hexdigest()[:16],
+        "hash": hashlib.sha256(values.tobytes() + f"{dtype}{quantize or ''}".encode()).hexdigest()[:16],
     }
 
 

@@ -6,44 +6,68 @@ bitsandbytes, MXFP4 (gpt-oss). Servers also quantise activations with some of th
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.errors import UserError
-from eagle3_jax.models.weights import TensorFiles
+from eagle3_jax.models.weights import TensorFiles, read_json
 
 # What lies beside a quantised `X.weight` and is used up with it, or concerns activations and caches only.
 _COMPANIONS = (
     *(".weight_scale_inv", ".weight_scale", ".weight_zero_point", ".SCB", ".weight_format"),
     *(".input_scale", ".output_scale", ".k_scale", ".v_scale", "_scales"),
 )
+# Files in which some tools state the quantisation that config.json does not.
+_BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+# What tensors are called in formats that are not read, should no file state them.
+_MARKS = {
+    ".g_idx": "gptq",
+    ".qweight": "awq or gptq",
+    ".weight_packed": "compressed-tensors, packed",
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes, 4 bit",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes, 4 bit",
+}
 _MXFP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def method_of(raw: dict[str, Any], where: str) -> str | None:
-    """The quantisation of a config.json, None for none; UserError if it is not one of those read here."""
+def quantisation_of(raw: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What config.json, or a file beside it, says of quantised weights; None = nothing."""
     facts = raw.get("quantization_config") or raw.get("compression_config")
+    for name, method in _BESIDE.items():
+        if not facts and (folder / name).exists():
+            facts = {"quant_method": method} | read_json(folder / name)
     if not facts:
         return None
-    method = facts.get("quant_method", "unknown")
+    nested = facts.get("quantization")  # modelopt
+    facts = facts | nested if isinstance(nested, dict) else facts
+    caches_only = facts.get("quant_method") == "modelopt" and facts.get("quant_algo") is None
+    return None if caches_only else facts
+
+
+def method_of(facts: dict[str, Any], where: str) -> str:
+    """The quantisation that `facts` name; UserError if it is not one of those read here."""
+    bits = {"load_in_4bit": "4 bit", "load_in_8bit": "8 bit"}
+    in_bits = next((words for key, words in bits.items() if facts.get(key)), None)
+    method = facts.get("quant_method") or ("bitsandbytes" if in_bits else "unknown")
     name, readable = method, method in ("fp8", "fbgemm_fp8", "mxfp4")
     if method == "compressed-tensors":
-        name = f"{method}, format {facts.get('format')}"
+        name, groups = f"{method}, format {facts.get('format')}", facts.get("config_groups") or {}
         readable = facts.get("format") in ("float-quantized", "int-quantized", "naive-quantized")
-        readable &= all(_eight_bits(group) for group in (facts.get("config_groups") or {}).values())
+        readable &= isinstance(groups, dict) and all(_eight_bits(group) for group in groups.values())
     if method == "bitsandbytes":
-        name = f"{method}, {'4 bit' if facts.get('load_in_4bit') else '8 bit'}"
-        readable = bool(facts.get("load_in_8bit")) and not facts.get("load_in_4bit")
+        name, readable = f"{method}, {in_bits}", in_bits == "8 bit"
     if method == "modelopt":
-        name = f"{method}, {facts.get('quant_algo')}"
-        readable = facts.get("quant_algo") == "FP8"
+        name, readable = f"{method}, {facts.get('quant_algo')}", facts.get("quant_algo") == "FP8"
     if not readable:
-        raise UserError(
-            f"weights quantised with {name!r} cannot be read / {where} / use an unquantised, FP8 or INT8 copy"
-        )
+        raise _unreadable(name, where)
     return method
+
+
+def _unreadable(name: str, where: str) -> UserError:
+    return UserError(f"weights quantised with {name!r} cannot be read / {where} / use an unquantised, FP8 or INT8 copy")
 
 
 def _eight_bits(group: Any) -> bool:
@@ -51,18 +75,22 @@ def _eight_bits(group: Any) -> bool:
     return isinstance(weights, dict) and weights.get("num_bits") == 8
 
 
-def dequantised(raw: dict[str, Any], files: TensorFiles, where: str) -> Iterator[tuple]:
+def dequantised(facts: dict[str, Any] | None, files: TensorFiles, where: str) -> Iterator[tuple]:
     """(name, array) of every tensor under the name it would have unquantised; experts in MXFP4 come one by one, as
-    (name, array, expert)."""
-    method = method_of(raw, where)
-    if method is None:
-        yield from files.items()
-        return
-    block = raw["quantization_config"].get("weight_block_size") if method == "fp8" else None
+    (name, array, expert). facts: of `quantisation_of`.
+
+    Raises UserError for a quantisation that is not read.
+    """
+    if facts is None:
+        for mark, name in _MARKS.items():
+            if any(tensor.endswith(mark) for tensor in files):
+                raise _unreadable(name, where)
+    method = None if facts is None else method_of(facts, where)
+    block = facts.get("weight_block_size") if method == "fp8" else None
     for name in files:
         if name.endswith("_blocks") and method == "mxfp4":
             yield from _mxfp4(name.removesuffix("_blocks"), files)
-        elif not name.endswith(_COMPANIONS):
+        elif method is None or not name.endswith(_COMPANIONS):
             yield name, _multiplied(name, files, block, where)
 
 

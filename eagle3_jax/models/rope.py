@@ -142,7 +142,8 @@ def rotary(
     """cos and sin [B, T, head_dim/2] float32 for each position.
 
     lengths: sequence length each position belongs to, used by dynamic NTK (its base grows with the length) and by
-        LongRoPE (beyond the original window it takes the other factors);
+        LongRoPE (beyond the original window it takes the other factors). For the latter it is the most tokens that the
+        text may come to, so that all keys in a cache have the same factors;
         None means position + 1, the length at which that token is written to a cache.
     """
     inverse = _inverse_frequencies(rope, positions + 1 if lengths is None else lengths)

@@ -12,13 +12,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from eagle3_jax.errors import UserError
-from eagle3_jax.models import gguf, gguf_tokenizer
+from eagle3_jax.models import gguf, gguf_tokenizer, int8
 from eagle3_jax.models.attention import causal
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.family import Family
 from eagle3_jax.models.fingerprint import target_fingerprint, tokenizer_fingerprint
-from eagle3_jax.models.quantised import dequantised
+from eagle3_jax.models.quantised import dequantised, quantisation_of
 from eagle3_jax.models.weights import (
     Graph,
     Params,
@@ -31,6 +31,8 @@ from eagle3_jax.models.weights import (
 )
 from eagle3_jax.sharding import ONE_DEVICE, Placement, parse_mesh
 from eagle3_jax.taps import Taps, TapSet
+
+QUANTIZE = (None, "int8")  # how `load_target` can keep weights
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class TargetOutput:
 class Target:
     """A loaded target. `graph` and `params` are the nnx module, split once; everything jitted takes the two.
 
-    placement: on which devices the parameters are.
+    placement: on which devices the parameters are. quantize: "int8" where the kernels of its blocks are, see
+    `models.int8`.
     """
 
     path: str
@@ -59,6 +62,7 @@ class Target:
     no_tokenizer: str | None = None
     architecture: str = "LlamaForCausalLM"
     placement: Placement = ONE_DEVICE
+    quantize: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -75,7 +79,7 @@ class Target:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        return target_fingerprint(self.config, self.params)
+        return target_fingerprint(self.config, self.params, self.quantize)
 
     @functools.cached_property
     def tokenizer_fingerprint(self) -> str | None:
@@ -121,15 +125,22 @@ def _forward(graph, taps: TapSet | None, params: Params, ids, lengths):
 
 
 def load_target(
-    path: str | Path, dtype: str = "bfloat16", family: Family | None = None, mesh: str | Mesh | None = None
+    path: str | Path,
+    dtype: str = "bfloat16",
+    family: Family | None = None,
+    mesh: str | Mesh | None = None,
+    quantize: str | None = None,
 ) -> Target:
     """Loads a target from a Hugging Face folder (safetensors), a .gguf file, a hub name `org/name`, or `demo`.
 
     dtype: dtype of weights and activations. family: of an architecture that is not built in (docs/add-a-target.md).
     mesh: devices to spread it over, as "tensor=4" (`sharding.parse_mesh`); each weight goes to them part by part.
+    quantize: "int8" keeps the kernels of the blocks as int8 codes with a scale a row (`models.int8`), None as they are.
     No tokenizer files are needed: `target.tokenizer` may be None. Weights are read one tensor at a time.
     Raises UserError for anything missing, torn, unsupported or left over.
     """
+    if quantize not in QUANTIZE:
+        raise UserError(f"quantize {quantize!r} / give one of {QUANTIZE}")
     placement = Placement(parse_mesh(mesh) if isinstance(mesh, str) else mesh)
     place = resolve(path)
     if place.suffix == ".gguf":
@@ -141,18 +152,20 @@ def load_target(
         raw = read_json(place / "config.json")
         family = family or family_of(raw, str(place))
         files = TensorFiles(safetensors_files(place))
-        tensors = with_progress(dequantised(raw, files, str(place)), len(files), place.name)
+        tensors = with_progress(dequantised(quantisation_of(raw, place), files, str(place)), len(files), place.name)
         tokenizer, no_tokenizer = _folder_tokenizer(place), None
         generation_file = place / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
     config = family.read(raw, str(place))
-    graph, shapes = abstract_params(nnx.eval_shape(lambda: family.build(config)))
+    add_scales = int8.add_scales if quantize else lambda model: model
+    graph, shapes = abstract_params(nnx.eval_shape(lambda: add_scales(family.build(config))))
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
-    tensors = family.place(config, tensors)
-    params = fill(shapes, tensors, jnp.dtype(dtype), str(place), ignore, family.float32, placement)
+    placed = int8.quantised(family.place(config, tensors), shapes)
+    float32 = (*family.float32, ".scale")
+    params = fill(shapes, placed, jnp.dtype(dtype), str(place), ignore, float32, placement)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
     end_tokens = _end_tokens(raw, generation)
-    facts = (end_tokens, hub_id, no_tokenizer, family.architecture, placement)
+    facts = (end_tokens, hub_id, no_tokenizer, family.architecture, placement, quantize)
     return Target(str(place), config, graph, params, tokenizer, *facts)
 
 

@@ -179,7 +179,8 @@ def fill(
 
     tensors: (name, array), or (name, array, i) for entry i of a stacked parameter. One at a time is in host memory.
     ignore: names whose presence is fine and whose content is not needed.
-    dtype: target dtype, or None to keep each tensor's own; float32: endings of names that have that one instead.
+    dtype: target dtype, or None to keep each tensor's own; float32: endings of names that have that one instead. int8
+    codes (`models.int8`) stay what they are.
     placement: where each goes at once. Raises UserError listing what is wrong.
     """
     arrays: dict[str, jax.Array] = {}
@@ -194,7 +195,7 @@ def fill(
         shape = shapes[name][1:] if entry else shapes[name]
         if tuple(array.shape) != shape:
             raise UserError(f"{name} has shape {list(array.shape)}, the config says {list(shape)} / {where}")
-        own = jnp.float32 if name.endswith(tuple(float32)) else dtype
+        own = jnp.float32 if name.endswith(tuple(float32)) else jnp.int8 if array.dtype == jnp.int8 else dtype
         if not entry:
             arrays[name] = placement.parameter(name, array, own)
             continue

@@ -74,7 +74,9 @@ class Engine:
         self._target, self._draft = target, draft
         self.strategies = _compiled(draft, settings)
         self._runner = Runner(target, draft, settings.slots, settings.max_len, settings.chunk, self.strategies)
-        cache = SlotCache(settings.slots, draft is not None, settings.prefix_reuse)
+        border = target.config.rope_border  # keys of a text that may pass it are no prefix of one that will not
+        reuse = settings.prefix_reuse and (border is None or settings.max_len <= border)
+        cache = SlotCache(settings.slots, draft is not None, reuse)
         self._scheduler, self._cache = Scheduler(cache, settings.chunk), cache
         depth = max(strategy.depth for strategy in self.strategies.values())
         self._controller = Controller(depth, trained_acceptance(draft)) if depth else None
@@ -271,7 +273,7 @@ class Engine:
 
     def _read(self, chunk: Chunk) -> None:
         sequence, slot, prompt = chunk.sequence, chunk.sequence.slot, chunk.sequence.request.prompt
-        last = self._runner.read(slot.row, prompt, chunk.start, chunk.stop)
+        last = self._runner.read(slot.row, prompt, chunk.start, chunk.stop, sequence.room)
         slot.read = chunk.stop
         slot.draft_read = min(chunk.stop, len(prompt) - 1)  # the newest entry waits for the token after it
         if slot.read == len(prompt) and self._masked(sequence):

@@ -96,7 +96,7 @@ class Runner:
         self.set_bias(nowhere, np.zeros(self._target.config.vocab_size, np.float32))
         self.copy(nowhere, nowhere)
         for count in sorted({min(_NARROW, self._chunk), self._chunk}):
-            last = self.read(nowhere, [0] * count, 0, count)
+            last = self.read(nowhere, [0] * count, 0, count, 1)
         self.first(nowhere, last, 1, True)
         for size in _buckets(self._slots):
             if self.models.draft is not None:
@@ -155,15 +155,18 @@ class Runner:
         """Copies all entries of a slot to another one."""
         self._state = _copy(self.models.placement, self._state, _row(source), _row(slot))
 
-    def read(self, slot: int, prompt: Sequence[int], start: int, stop: int) -> LastRead:
-        """Reads tokens [start, stop) of a prompt, at most a chunk of them; those before are in the caches."""
+    def read(self, slot: int, prompt: Sequence[int], start: int, stop: int, room: int) -> LastRead:
+        """Reads tokens [start, stop) of a prompt, at most a chunk of them; those before are in the caches.
+
+        room: most tokens that the answer may have.
+        """
         size = min(_NARROW, self._chunk) if stop - start <= _NARROW else self._chunk
         start = min(start, self.entries - size)  # what is padded must fit as well, so some are read once more
         ids, next_ids = np.zeros((1, size), np.int32), np.zeros((1, size), np.int32)
         ids[0, : stop - start] = prompt[start:stop]
         following = prompt[start + 1 : stop + 1]  # the newest token's is not known yet: its entry is written again
         next_ids[0, : len(following)] = following
-        args = (ids, next_ids, _row(start), _row(stop - start), _row(len(prompt)))
+        args = (ids, next_ids, _row(start), _row(stop - start), _row(len(prompt)), _row(len(prompt) + room))
         self._state, last = _read(self.models, self.weights, self._state, _row(slot), *args)
         return last
 
@@ -235,7 +238,8 @@ def _nothing(models: Models, weights: Weights, target: Target, draft: Draft | No
         )
         nothing = jnp.zeros((slots, UNREAD), jnp.int32), jnp.zeros(slots, jnp.int32)
         known = DraftState(own, jnp.zeros((slots, 1, shape.hidden_size), dtype), features, *nothing)
-    return State(cache, jnp.ones(slots, jnp.int32), jnp.zeros(slots, jnp.int32), known, None)
+    reach = None if decoder.rope_border is None else jnp.ones(slots, jnp.int32)
+    return State(cache, jnp.ones(slots, jnp.int32), jnp.zeros(slots, jnp.int32), known, None, reach)
 
 
 def _part(state: State, rows: Int[Array, "B"], with_sampling: bool) -> State:
@@ -260,7 +264,7 @@ def _joined(state: State, rows: Int[Array, "B"], part: State) -> State:
         draft = put_rows(state.draft._replace(cache=()), rows, part.draft._replace(cache=()))
         draft = draft._replace(cache=part.draft.cache)
     length, pending = put_rows((state.length, state.pending), rows, (part.length, part.pending))
-    return State(part.cache, length, pending, draft, sampling)
+    return State(part.cache, length, pending, draft, sampling, state.reach)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -289,11 +293,17 @@ def _read(
     start: Int[Array, "1"],
     count: Int[Array, "1"],
     total: Int[Array, "1"],
+    reach: Int[Array, "1"],
 ) -> tuple[State, LastRead]:
-    """The first `count` of ids are tokens, the rest is padding: it is written behind them and never seen."""
+    """The first `count` of ids are tokens, the rest is padding: it is written behind them and never seen.
+
+    total, reach: tokens of the prompt, and the most that prompt and answer may come to.
+    """
     target = models.target.merge(weights.target)
     positions = start[:, None] + jnp.arange(ids.shape[1])
     attend = cached(positions, row)
+    if state.reach is not None:
+        state, total = state._replace(reach=put_rows(state.reach, row, reach)), reach
     per_token = jnp.broadcast_to(total[:, None], ids.shape)
     last, taps, cache = target(ids, positions, attend, state.cache, models.taps, per_token)
 

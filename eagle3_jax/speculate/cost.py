@@ -98,6 +98,7 @@ def cost_key(target: Target, draft: Draft, batch: int, entries: int, variant: Se
         "target": _hash(target.config),
         "draft": _hash(draft.config),
         "dtypes": [str(target.dtype), str(draft.dtype)],
+        "quantize": target.quantize,
         "mesh": target.placement.words,
         "machine": describe_machine(),
         "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "jaxlib")},

@@ -154,8 +154,10 @@ def _begin(target: Target, draft: Draft | None, prompts, params: Sequence[Sampli
     """The pair, the state after reading the prompts, and the first token of each."""
     models, weights = pair(target, draft if any(shape.depth for shape in strategies) else None)
     ids, lengths = pad_prompts(prompts)
-    entries = cache_entries(target, prompts, _limits(target, prompts, params), *strategies)
-    state, first = prefill(models, entries, weights, ids, lengths, device_sampling(target, prompts, params))
+    limits = _limits(target, prompts, params)
+    entries = cache_entries(target, prompts, limits, *strategies)
+    sampling, reach = device_sampling(target, prompts, params), reach_of(target, prompts, limits)
+    state, first = prefill(models, entries, weights, ids, lengths, sampling, reach)
     return models, weights, state, first
 
 
@@ -163,6 +165,13 @@ def _limits(target: Target, prompts, params: Sequence[SamplingParams]) -> list[i
     """The most new tokens of each request."""
     window = target.config.max_positions
     return [min(p.max_new_tokens, window - len(prompt)) for p, prompt in zip(params, prompts, strict=True)]
+
+
+def reach_of(target: Target, prompts, limits: Sequence[int]) -> jax.Array | None:
+    """`State.reach` of prompts with at most so many new tokens each."""
+    if target.config.rope_border is None:
+        return None
+    return jnp.asarray([len(prompt) + new for prompt, new in zip(prompts, limits, strict=True)], jnp.int32)
 
 
 def _with_oracle(

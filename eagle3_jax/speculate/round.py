@@ -35,7 +35,8 @@ UNREAD = 16  # slots that plain rounds may leave to the draft; reading them toge
 class State(NamedTuple):
     """length: tokens in the target's cache, [B]. pending: the newest committed token, not yet read by the target.
 
-    sampling: None for greedy decoding without processors.
+    sampling: None for greedy decoding without processors. reach: the most tokens that each text may come to, where its
+    rotations depend on that (`DecoderConfig.rope_border`), else None.
     """
 
     cache: tuple[KV, ...]
@@ -43,6 +44,7 @@ class State(NamedTuple):
     pending: Int[Array, "B"]
     draft: DraftState | None
     sampling: Sampling | None
+    reach: Int[Array, "B"] | None = None
 
 
 class Committed(NamedTuple):
@@ -87,12 +89,16 @@ def prefill(
     ids: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
+    reach: Int[Array, "B"] | None = None,
 ) -> tuple[State, Int[Array, "B"]]:
-    """Reads ragged prompts ids [B, P] of `lengths` tokens. Returns the state and the first new token of each."""
+    """Reads ragged prompts ids [B, P] of `lengths` tokens. Returns the state and the first new token of each.
+
+    reach: see `State`.
+    """
     target: CausalLM = models.target.merge(weights.target)
     batch, width = ids.shape
     positions = jnp.broadcast_to(jnp.arange(width), ids.shape)
-    per_token = jnp.broadcast_to(lengths[:, None], ids.shape)
+    per_token = jnp.broadcast_to((lengths if reach is None else reach)[:, None], ids.shape)
     decoder, dtype = target.config, target.model.embed_tokens.weight[...].dtype
     shape = (decoder.num_layers, batch, decoder.num_kv_heads, cache_length, decoder.head_dim)
     cache = empty_cache(*shape, dtype, decoder.value_dim)
@@ -101,7 +107,7 @@ def prefill(
     first = choose(target.logits(newest)[:, 0], lengths, sampling)
     sampling = observe(sampling, first, jnp.ones(batch, bool))
     if models.draft is None:
-        return models.placement.kept((State(cache, lengths, first, None, sampling), first))
+        return models.placement.kept((State(cache, lengths, first, None, sampling, reach), first))
     draft: DraftModel = models.draft.merge(weights.draft)
     shape, dtype = draft.config.decoder, draft.lm_head.weight[...].dtype
     draft_cache = empty_cache(shape.num_layers, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
@@ -111,7 +117,7 @@ def prefill(
     unread = taps.map(lambda a: jnp.zeros((batch, UNREAD, a.shape[-1]), dtype))
     nothing = jnp.zeros((batch, UNREAD), jnp.int32), jnp.zeros(batch, jnp.int32)
     state = DraftState(draft_cache, _row(y, lengths - 1), unread, *nothing)
-    return models.placement.kept((State(cache, lengths, first, state, sampling), first))
+    return models.placement.kept((State(cache, lengths, first, state, sampling, reach), first))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
@@ -159,7 +165,8 @@ def verify(
     sees = jnp.pad(tree.sees, ((0, 0), (0, pad), (0, pad))) | jnp.eye(strategy.nodes + pad, dtype=bool)
     positions, places = node_places(state.length, depth, entries)
     attend = cached_where(state.length, window_mask(state.length, sees, entries), positions, rows, places)
-    last, taps, cache = target(ids, positions, attend, state.cache, models.taps)
+    reach = None if state.reach is None else jnp.broadcast_to(state.reach[:, None], ids.shape)
+    last, taps, cache = target(ids, positions, attend, state.cache, models.taps, reach)
     verified = Verified(tree, target.logits(last)[:, : strategy.nodes], taps, candidates)
     return state._replace(cache=cache), verified
 
@@ -192,7 +199,7 @@ def commit(
             draft_state = _leave(draft_state, features, steps.tokens)
     pending = jnp.take_along_axis(steps.tokens, steps.accepted[:, None], axis=1)[:, 0]
     length = jnp.minimum(state.length + count, entries - cache_room(strategy, batch))
-    new = State(cache, length, pending, draft_state, steps.sampling)
+    new = State(cache, length, pending, draft_state, steps.sampling, state.reach)
     committed = Committed(steps.tokens, steps.accepted, steps.drafts, candidates.finite)
     return new, committed, _rows(logits, steps.path)
 

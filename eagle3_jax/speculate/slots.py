@@ -15,7 +15,7 @@ import numpy as np
 
 from eagle3_jax.models.target import Target
 from eagle3_jax.sharding import Placement
-from eagle3_jax.speculate.generate import pad_prompts, padded_length, pair, round_up
+from eagle3_jax.speculate.generate import pad_prompts, padded_length, pair, reach_of, round_up
 from eagle3_jax.speculate.request import SamplingParams, cut, device_sampling
 from eagle3_jax.speculate.round import Committed, State, prefill, speculate
 from eagle3_jax.speculate.strategy import PLAIN
@@ -58,7 +58,8 @@ def generate_many(
         free = [slot for slot, request in enumerate(active) if request is None]
         if queue and (len(free) >= min(_GROUP, slots) or not any(active)):
             group = [queue.popleft() for _ in range(min(len(free), _GROUP, len(queue)))]
-            new, first = _read_prompts(target, models, weights, group, cache_length, temperature, top_p, seed)
+            settings = (max_new_tokens, temperature, top_p, seed)
+            new, first = _read_prompts(target, models, weights, group, cache_length, *settings)
             places = [free[min(i, len(group) - 1)] for i in range(_GROUP)]
             if state is None:
                 state = models.placement.made(functools.partial(_widen, slots=slots), new)
@@ -87,13 +88,15 @@ def _ended(request: Request, stop: frozenset[int], max_new_tokens: int, window: 
     return cut(request.tokens[-1:], room, stop)[1] is not None
 
 
-def _read_prompts(target, models, weights, group: list[Request], cache_length: int, temperature, top_p, seed):
+def _read_prompts(target, models, weights, group: list[Request], cache_length: int, new: int, temperature, top_p, seed):
     """Prefills a group, padded to the fixed group size with copies of its last request."""
     padded = group + [group[-1]] * (_GROUP - len(group))
     prompts = [request.prompt for request in padded]
     params = [SamplingParams(1, temperature, top_p, seed=seed + request.index) for request in padded]
     sampling = device_sampling(target, prompts, params)
-    state, first = prefill(models, cache_length, weights, *pad_prompts(prompts), sampling)
+    limits = [min(new, target.config.max_positions - len(prompt)) for prompt in prompts]
+    reach = reach_of(target, prompts, limits)
+    state, first = prefill(models, cache_length, weights, *pad_prompts(prompts), sampling, reach)
     return state, np.asarray(first)
 
 

@@ -49,8 +49,14 @@ def target_features(
     chunk: see `choices`.
     """
     model: CausalLM = graph.merge(params)
-    last, tapped, _ = model(ids, document_positions(document_ids), causal(document_ids), taps=taps)
+    lengths = None if model.config.rope_border is None else _document_lengths(document_ids)
+    last, tapped, _ = model(ids, document_positions(document_ids), causal(document_ids), taps=taps, lengths=lengths)
     return Features(tapped, last, *choices(model, last, chunk))
+
+
+def _document_lengths(document_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Of each token, how many tokens its document has in the row."""
+    return (document_ids[:, :, None] == document_ids[:, None, :]).sum(-1, dtype=jnp.int32)
 
 
 def complete(graph: Graph, params: Params, taps: Taps, last: LastHidden, chunk: int = CHUNK) -> Features:

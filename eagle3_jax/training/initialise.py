@@ -11,6 +11,7 @@ from eagle3_jax.config import DraftShape
 from eagle3_jax.draft.config import DraftConfig
 from eagle3_jax.draft.draft import Draft, draft_graph, new_draft
 from eagle3_jax.errors import UserError
+from eagle3_jax.models import int8
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.rope import RopeConfig
 from eagle3_jax.models.target import Target
@@ -83,7 +84,7 @@ def _grow_from_last_block(params: Params, config: DraftConfig, target: Target, l
     In the first layer, whose q/k/v read [embedding, hidden], the hidden half is the block's and the embedding half
     starts small and random.
     """
-    block, size = target.params["model"]["layers"][target.num_layers - 1], config.decoder.hidden_size
+    block, size = int8.dense(target.params["model"]["layers"][target.num_layers - 1]), config.decoder.hidden_size
     wanted = {name: array.shape for name, array in flatten(params["layers"][0]).items() if name != "hidden_norm.weight"}
     for name in (f"self_attn.{p}_proj.weight" for p in "qkv"):
         wanted[name] = (wanted[name][0], size)  # the hidden half

@@ -73,7 +73,8 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
         # Not all of it on one of several devices. Several processes each look at weights, so each has them on its host.
         alone = jax.process_count() == 1
         with jax.default_device(None if alone else jax.local_devices(backend="cpu")[0]):
-            target = load_target(config.target.path, config.target.dtype, mesh=placement.mesh if alone else None)
+            mesh = placement.mesh if alone else None
+            target = load_target(config.target.path, config.target.dtype, mesh=mesh, quantize=config.target.quantize)
     (documents, packed), (heldout_documents, heldout) = (
         _read(config, files, target) for files in (config.data.train, config.data.heldout)
     )

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import eagle3_jax as e3
 from eagle3_jax.models.quantised import dequantised
 from eagle3_jax.models.weights import TensorFiles
-from tests.tiny import target_config, write_target
+from tests.tiny import target_config, target_tensors, write_target
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "targets"
 
@@ -82,10 +82,10 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
 # --- quantised checkpoints
 
 
-def dense(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def dense(folder: Path, facts: dict, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     save_file(tensors, folder / "q.safetensors")
     files = TensorFiles([folder / "q.safetensors"])
-    return {name: np.asarray(array, np.float32) for name, array, *_ in dequantised(config, files, "here")}
+    return {name: np.asarray(array, np.float32) for name, array, *_ in dequantised(facts, files, "here")}
 
 
 def compressed(kind: str, bits: int) -> dict:
@@ -101,8 +101,7 @@ def test_fp8_with_scales_of_blocks(tmp_path: Path) -> None:
     codes = rng.standard_normal((5, 7)).astype(jnp.float8_e4m3fn)
     scales = rng.uniform(1, 2, (2, 3)).astype(np.float32)
     stored = {"a.weight": codes, "a.weight_scale_inv": scales, "b.weight": np.ones(3, np.float32)}
-    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 3]}}
-    got = dense(tmp_path, config, stored)
+    got = dense(tmp_path, {"quant_method": "fp8", "weight_block_size": [4, 3]}, stored)
     assert got.keys() == {"a.weight", "b.weight"}
     for i, j in np.ndindex(5, 7):
         assert got["a.weight"][i, j] == np.float32(codes[i, j]) * scales[i // 4, j // 3]
@@ -126,7 +125,7 @@ def test_scales_of_rows_and_of_whole_matrices(tmp_path: Path, config: dict, stor
     codes = np.array([[1, 2], [-3, 0]])
     codes = codes.astype(np.int8 if "SCB" in stored or config.get("format") == "int-quantized" else jnp.float8_e4m3fn)
     beside = {f"a.{name}": np.array(value, np.float32) for name, value in stored.items()}
-    got = dense(tmp_path, {"quantization_config": config}, {"a.weight": codes} | beside)
+    got = dense(tmp_path, config, {"a.weight": codes} | beside)
     assert got.keys() == {"a.weight"}
     np.testing.assert_allclose(got["a.weight"], expected, rtol=1e-6)
 
@@ -167,11 +166,60 @@ def test_mxfp4_experts_are_those_of_the_unquantised_model(tmp_path: Path) -> Non
         (compressed("pack-quantized", 4), "'compressed-tensors, format pack-quantized'"),
         (compressed("float-quantized", 4), "'compressed-tensors, format float-quantized'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt, NVFP4'"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "W4A8_AWQ"}}, "'modelopt, W4A8_AWQ'"),
+        ({"load_in_4bit": True}, "'bitsandbytes, 4 bit'"),
+        (compressed("int-quantized", 8) | {"config_groups": ["x"]}, "'compressed-tensors, format int-quantized'"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(tmp_path: Path, config: dict, name: str) -> None:
     folder = write_target(tmp_path / "t", tensors={"x": np.zeros(1)}, quantization_config=config)
-    with pytest.raises(e3.UserError, match=f"quantised with {name} cannot be read / .* / use an unquantised"):
+    assert_refused(folder, name)
+
+
+def assert_refused(folder: Path, name: str) -> None:
+    with pytest.raises(e3.UserError, match=f"quantised with {name} cannot be read / .* / use an unquantised") as caught:
+        e3.load_target(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "name"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "'gptq'"),
+        ("quant_config.json", {"w_bit": 4, "zero_point": True}, "'awq'"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "'modelopt, NVFP4'"),
+    ],
+)
+def test_quantisations_that_only_a_file_beside_states(tmp_path: Path, file: str, content: dict, name: str) -> None:
+    folder = write_target(tmp_path / "t", tensors={"x": np.zeros(1)})
+    (folder / file).write_text(json.dumps(content))
+    assert_refused(folder, name)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name"),
+    [
+        (("qweight", "qzeros", "scales"), "'awq or gptq'"),
+        (("qweight", "qzeros", "scales", "g_idx"), "'gptq'"),
+        (("weight", "weight.absmax", "weight.quant_state.bitsandbytes__nf4"), "'bitsandbytes, 4 bit'"),
+        (("weight_packed", "weight_scale", "weight_shape"), "'compressed-tensors, packed'"),
+    ],
+)
+def test_quantisations_that_nothing_states_are_known_by_their_tensors(tmp_path: Path, tensors, name: str) -> None:
+    stored = {f"model.layers.0.self_attn.q_proj.{leaf}": np.zeros(1, np.int32) for leaf in tensors}
+    assert_refused(write_target(tmp_path / "t", tensors=stored), name)
+
+
+def test_caches_that_are_to_be_quantised_are_no_quantised_weights(tmp_path: Path) -> None:
+    config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    tensors = target_tensors(target_config(num_hidden_layers=1))
+    folder = write_target(tmp_path / "t", tensors=tensors, num_hidden_layers=1, quantization_config=config)
+    assert e3.load_target(folder).num_layers == 1
+
+
+def test_bytes_without_a_scale_are_no_weights(tmp_path: Path) -> None:
+    folder = write_target(tmp_path / "t", tensors={"model.norm.weight": np.zeros(64, np.int8)})
+    with pytest.raises(e3.UserError, match=r"model\.norm\.weight is int8 and has no scale beside it"):
         e3.load_target(folder)
 
 

@@ -9,6 +9,7 @@ from eagle3_jax.config import DraftShape
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.weights import flatten
 from eagle3_jax.taps import WiringError
+from eagle3_jax.training import prepare
 from eagle3_jax.training.initialise import draft_config, initial_draft
 from tests.tiny import ids_of, relative, write_target
 
@@ -111,3 +112,13 @@ def test_drafts_of_other_families_have_plain_blocks(golden, name: str) -> None:
     if name != "phi3":  # whose blocks are Llama's once the fused projections are split
         with pytest.raises(UserError, match="last_block needs a target"):
             initial_draft(DraftShape(taps=[1, 2], vocab_size=24, initialise="last_block"), target, D2T, 0, {})
+
+
+def test_a_run_on_an_int8_target(world, tmp_path) -> None:
+    """The draft grows from the block as it is computed, learns from what that target computes, and says so."""
+    config = world.config(tmp_path, target={"quantize": "int8"}, draft={"initialise": "last_block"})
+    run = prepare.load(config, None, None, lambda line: None)
+    ours, plain = run.draft.params["layers"][0]["mlp"]["down_proj"], made(world, initialise="last_block").params
+    assert 0 < relative(ours["weight"], plain["layers"][0]["mlp"]["down_proj"]["weight"]) < 0.02
+    assert str(run.frozen.target["model"]["layers"][3]["mlp"]["down_proj"]["weight"].dtype) == "int8"
+    assert run.draft.facts["target"]["fingerprint"]["quantize"] == "int8"
