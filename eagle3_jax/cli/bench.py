@@ -50,8 +50,8 @@ def bench_command(
     ] = None,
 ) -> None:
     """Measures tok/s, tau and acceptance of each strategy on the same prompts, taking turns."""
-    names = strategies.split(",")
-    if not all(size.strip().isdigit() and int(size) > 0 for size in batch.split(",")):
+    names = list(dict.fromkeys(name.strip() for name in strategies.split(",")))  # each once
+    if not all(size.strip().isdecimal() and int(size) > 0 for size in batch.split(",")):
         raise UserError(f"--batch {batch} / give sizes like 1,4,8")
     sizes = [int(size) for size in batch.split(",")]
     from eagle3_jax.data.records import read_prompts

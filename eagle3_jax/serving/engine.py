@@ -160,12 +160,14 @@ class Engine:
         )
 
     def _strategy_of(self, request: Request) -> str:
+        name = self.settings.strategy if request.strategy is None else request.strategy
+        strategy = None if name == _AUTO else parse_strategy(name)
+        if self._draft is None and request.strategy is not None and strategy is not None and strategy.depth:
+            raise UserError(f"strategy {name} needs a draft / this server has none: use plain")
         if self._draft is None or request.grammar is not None:
             return "plain"  # a grammar says what may come after a token only when that token is committed
-        name = self.settings.strategy if request.strategy is None else request.strategy
-        if name == _AUTO:
-            return name
-        strategy = parse_strategy(name)
+        if strategy is None:
+            return "plain" if self._controller is None else _AUTO
         if strategy.text not in self.strategies:
             self._check_new(strategy)
         return strategy.text
@@ -364,7 +366,7 @@ class Engine:
     def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """Ends a request between two rounds."""
         self._remove(sequence, reason)
-        _tell(sequence, Delta((), (), None, sequence.strategy, None, reason, error))
+        _tell(sequence, Delta((), (), finish_reason=reason, error=error))
 
     def _remove(self, sequence: Sequence, reason: str) -> None:
         if reason == "error" and sequence.slot is not None:

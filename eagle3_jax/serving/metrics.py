@@ -88,13 +88,13 @@ class Metrics:
                 self._first.observe(since_arrival)
             else:
                 self._step.observe(since_last)
-        drafted = parse_strategy(delta.strategy).nodes - 1
-        if delta.accepted is not None and drafted:
+        strategy = parse_strategy(delta.strategy)
+        if delta.accepted is not None and strategy.depth:
             self._drafts.inc()
-            self._draft_tokens.inc(drafted)
+            self._draft_tokens.inc(strategy.nodes - 1)
             self._accepted.inc(delta.accepted)
-            for position in range(delta.accepted):
-                self._accepted_at.labels(**self._labels, position=str(position)).inc()
+            for position in range(strategy.depth):  # those that were never right show as 0
+                self._accepted_at.labels(**self._labels, position=str(position)).inc(position < delta.accepted)
 
     def finished(self, reason: str, tokens: int, seconds: float, first_token: float | None) -> None:
         """Counts one request that has ended. reason: a Delta's finish_reason. Seconds from its arrival to its end, and

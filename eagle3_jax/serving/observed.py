@@ -46,7 +46,8 @@ class _Progress:
         if delta.accepted is not None:
             self.rounds, self.accepted = self.rounds + 1, self.accepted + delta.accepted
         self.tokens += len(delta.tokens)
-        self.strategy = delta.strategy
+        if delta.accepted is not None or self.strategy is None:  # else it says nothing of a round
+            self.strategy = delta.strategy
         self.reason, self.error = delta.finish_reason, delta.error
 
     def facts(self, now: float) -> dict[str, Any]:

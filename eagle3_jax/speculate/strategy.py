@@ -11,6 +11,7 @@ Candidates are numbered level by level, those of one expanded node ("beam") side
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -112,7 +113,8 @@ def parse_strategy(strategy: str | Iterable[Sequence[int]]) -> Strategy:
     if not isinstance(strategy, str):
         return _static(strategy)
     kind, _, numbers = strategy.partition(":")
-    fields = [int(n) if n.isascii() and n.isdigit() else 0 for n in numbers.replace(",", "x").split("x")]
+    # Nine digits at most: Python refuses to read numbers of thousands.
+    fields = [int(n) if re.fullmatch("[0-9]{1,9}", n) else 0 for n in numbers.replace(",", "x").split("x")]
     if strategy == "plain":
         return PLAIN
     if kind == "chain" and len(fields) == 1 and 1 <= fields[0] <= MAX_DEPTH:

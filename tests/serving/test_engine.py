@@ -17,6 +17,8 @@ import pytest
 import eagle3_jax as e3
 from eagle3_jax.errors import UserError
 from eagle3_jax.serving.engine import Engine
+from eagle3_jax.serving.metrics import Metrics
+from eagle3_jax.serving.observed import Observed
 from eagle3_jax.serving.requests import Delta, EngineStopped, QueueFull, Request, Settings
 from tests.tiny import bigram_draft, bigram_target, ids_of
 
@@ -184,6 +186,15 @@ def test_auto_chooses_among_what_is_compiled(engine, alone) -> None:
     assert {delta.strategy for delta in deltas} <= set(STRATEGIES)
 
 
+def test_auto_requests_that_end_early_pass_through_the_metrics(engine, caplog) -> None:
+    observed = Observed(engine, Metrics(engine, "m"))
+    with caplog.at_level("INFO"):
+        late = asyncio.run(collect(observed, asked("late", PROMPTS[2], strategy="auto", deadline=0.0)))
+        bad = asyncio.run(collect(observed, asked("bad", [POISON, *PROMPTS[4]], strategy="auto")))
+    assert (late[-1].finish_reason, bad[-1].finish_reason) == ("deadline", "error")
+    assert [record.facts["finish_reason"] for record in caplog.records] == ["deadline", "error"]
+
+
 def test_samples_are_those_of_generate(engine, special) -> None:
     greedy, sampled = run(engine, asked("greedy", PROMPTS[3]), asked("sampled", PROMPTS[3], seed=3, **SAMPLED))
     assert tokens(sampled) == special[3].tokens != tokens(greedy)
@@ -255,6 +266,11 @@ class Even:
     def advance(self, token: int) -> None:
         self._call()
         self.seen.append(token)
+
+
+def test_a_misspelt_strategy_is_refused_with_a_grammar_as_well(engine) -> None:
+    with pytest.raises(UserError, match="not known"):
+        engine.check(asked("a", [3], strategy="chian:3", grammar=Even()))
 
 
 def test_a_grammar_sees_committed_tokens_only(engine, alone, special) -> None:
@@ -420,8 +436,19 @@ def test_settings_that_cannot_be(pair) -> None:
 
 def test_without_a_draft_all_is_plain(pair) -> None:
     engine = Engine(pair[0], None, SETTINGS)
-    engine.check(asked("a", [3], strategy="chain:9"))
+    for strategy in (None, "auto", "plain"):
+        engine.check(asked("a", [3], strategy=strategy))
+        assert engine._strategy_of(asked("a", [3], strategy=strategy)) == "plain"
     assert list(engine.strategies) == ["plain"]
+    with pytest.raises(UserError, match="chain:9 needs a draft"):
+        engine.check(asked("a", [3], strategy="chain:9"))
+
+
+@pytest.mark.parametrize("default", ["plain", "auto"])
+def test_auto_is_plain_where_nothing_else_is_compiled(pair, default: str) -> None:
+    engine = Engine(*pair, dataclasses.replace(SETTINGS, strategy=default, strategies=("plain",)))
+    assert engine._strategy_of(asked("a", [3], strategy="auto")) == "plain"
+    assert engine._strategy_of(asked("a", [3])) == "plain"
 
 
 def test_full_queue_and_names_in_use(engine) -> None:

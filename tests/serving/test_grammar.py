@@ -55,6 +55,9 @@ def test_formats():
         {},
         {"type": "json_schema"},
         {"type": "json_schema", "json_schema": {"schema": 1}},
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "text", "pattern": "a"},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "regex": "a"}},
     ):
         with pytest.raises(ApiError):
             json_schema(wrong)

@@ -56,6 +56,11 @@ def test_any_cut_gives_the_same(name, sizes):
     assert [(call.name, json.loads(call.arguments)) for call in found + new] == calls
 
 
+def test_of_several_templates_the_one_for_tools_counts():
+    assert tool_format({"default": TEMPLATE, "tool_use": HERMES}).name == "hermes"
+    assert tool_format({"default": MISTRAL}).name == "mistral" and tool_format({"other": MISTRAL}) is None
+
+
 def test_the_format_is_read_off_the_template():
     formats = [tool_format(template) for template in (HERMES, LLAMA, MISTRAL, QWEN_CODER, TEMPLATE, None)]
     assert [each and each.name for each in formats] == ["hermes", "llama3", "mistral", None, None, None]
@@ -121,6 +126,7 @@ def test_a_conversation_with_calls_is_rendered():
         [{"type": "function", "function": {"name": "f", "parameters": []}}],
         [{"type": "function", "function": {"name": "f", "colour": 1}}],
         [{"type": "retrieval", "function": {"name": "f"}}],
+        [{"type": "function", "function": {"name": "f"}, "strict": True}],
     ],
 )
 def test_definitions_that_are_refused(tools):

@@ -43,6 +43,7 @@ def test_levels_that_no_node_can_reach_are_not_drafted() -> None:
             "chain:1:2",
             "chain:2x2",
             "chain:²",
+            "chain:" + "9" * 5000,
             "tree",
             "tree:",
         ),

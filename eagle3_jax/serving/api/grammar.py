@@ -39,16 +39,26 @@ class JsonGrammar:
 
 def json_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
     """The schema that an answer must meet, None for free text. Raises ApiError for any other format."""
-    kind = "text" if response_format is None else response_format.get("type")
+    given = {"type": "text"} if response_format is None else response_format
+    kind, named = given.get("type"), given.get("json_schema")
+    allowed = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    if kind in ("text", "json_object", "json_schema"):
+        _check_keys(given, allowed, "response_format")
     if kind == "text":
         return None
     if kind == "json_object":
         return _ANY_OBJECT
-    named = response_format.get("json_schema")
     if kind != "json_schema" or not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
         known = "text, json_object, or json_schema with json_schema: {name, schema}"
         raise ApiError(400, f"response_format: use {known}", "response_format")
+    _check_keys(named, {"name", "schema", "strict", "description"}, "response_format.json_schema")
     return named["schema"]
+
+
+def _check_keys(given: dict[str, Any], allowed: set[str], where: str) -> None:
+    unknown = [key for key, value in given.items() if key not in allowed and value is not None]
+    if unknown:
+        raise ApiError(400, f"{where}.{unknown[0]} is not supported", "response_format")
 
 
 class Grammars:

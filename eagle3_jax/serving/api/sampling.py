@@ -3,6 +3,7 @@
 The model's generation_config.json suggests no values here (vLLM takes them from it): `eagle3 serve` prints them.
 """
 
+import re
 from collections.abc import Collection
 
 from eagle3_jax.serving.api.errors import ApiError
@@ -36,6 +37,6 @@ def _given(value: float | None, default: float) -> float:
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float] | None:
-    if not all(token.isascii() and token.isdigit() for token in given):
+    if not all(re.fullmatch("[0-9]{1,9}", token) for token in given):
         raise ApiError(400, "logit_bias: its keys are token ids", "logit_bias")
     return {int(token): bias for token, bias in given.items()} or None

@@ -54,8 +54,11 @@ class ToolFormat:
     parser: "Callable[[], Tagged | Whole]"
 
 
-def tool_format(template: str | None) -> ToolFormat | None:
-    """The format that a chat template asks the model for; None if it is not one of those known here."""
+def tool_format(template: str | dict[str, str] | None) -> ToolFormat | None:
+    """The format that a chat template asks the model for; None if it is not one of those known here. Of several
+    templates, by name, `tool_use` is the one that is rendered with tools."""
+    if isinstance(template, dict):
+        template = template.get("tool_use", template.get("default"))
     template = template or ""
     if _OPEN in template and "<function=" not in template:
         return ToolFormat("hermes", (_OPEN, _CLOSE), Tagged)
@@ -72,6 +75,8 @@ def check_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise ApiError(400, f"tools[{i}] must be {{type: function, function: {{name, ..}}}}", f"tools[{i}]")
+        if unknown := tool.keys() - {"type", "function"}:
+            raise ApiError(400, f"tools[{i}].{min(unknown)} is not supported", f"tools[{i}]")
         if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
             raise ApiError(400, f"tools[{i}].function.name must be 1 to 64 letters, digits, _ . -", f"tools[{i}]")
         if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
