@@ -46,6 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
 # Tests that repeat on more cases, at seconds each, what a quicker test shows. `make test` leaves them out, so that it
 # stays within minutes on two cores; `make test-all` runs them.
 EXTENDED = (
+    *(
+        f"tests/draft/test_golden.py::test_{what}[{case}]"
+        for what in (
+            "logits_of_every_step",
+            "losses",
+            "the_teacher_over_the_draft_vocabulary",
+            "accuracies",
+            "every_gradient",
+        )
+        for case in ("bias", "headdim", "qwen3draft")
+    ),
     "tests/bench/test_gpu.py::test_rows_say_what_was_measured",
     "tests/bench/test_measure.py::test_nothing_is_compiled_while_it_is_timed",
     "tests/bench/test_measure.py::test_in_bfloat16_texts_part_only_at_near_ties",
@@ -59,12 +70,14 @@ EXTENDED = (
     "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[norms before fc joined]",
     "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[order and residual]",
     "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[two statements of taps]",
+    "tests/draft/test_ttt.py::test_queries_in_blocks_are_the_row_at_once",
     "tests/models/test_families.py::test_a_step_of_training_lowers_the_loss",
     "tests/models/test_families.py::test_shared_models_compute_what_hugging_face_does",
     "tests/models/test_families.py::test_speculative_text_is_hugging_faces_greedy_text[gemma2]",
     "tests/models/test_int8.py::test_a_quantised_target_computes_what_its_weights_multiplied_out_do[deepseek_tiny]",
     "tests/models/test_int8.py::test_a_quantised_target_computes_what_its_weights_multiplied_out_do[gpt_oss_tiny]",
     "tests/models/test_int8.py::test_a_quantised_target_computes_what_its_weights_multiplied_out_do[phi3_tiny]",
+    "tests/models/test_int8.py::test_a_quantised_target_computes_what_its_weights_multiplied_out_do[qwen3_moe_tiny]",
     "tests/models/test_int8.py::test_speculative_text_is_the_plain_text_of_the_quantised_target",
     "tests/speculate/test_chain.py::test_rounds_equal_the_reference[headdim]",
     "tests/speculate/test_chain.py::test_rounds_equal_the_reference[nbr]",
@@ -76,6 +89,7 @@ EXTENDED = (
     "tests/speculate/test_chain.py::test_training_predicts_what_serving_proposes[nbr]",
     "tests/speculate/test_chain.py::test_training_predicts_what_serving_proposes[normout]",
     "tests/speculate/test_chain.py::test_training_predicts_what_an_untrained_draft_proposes",
+    "tests/speculate/test_controller.py::test_never_much_slower_than_plain_and_as_fast_as_the_best[trained1",
     "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[chain:2-sampled drafts]",
     "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[tree:2x2x5-point masses]",
     "tests/speculate/test_lossless.py::test_a_seed_gives_the_same_text_with_any_settings[tree",
