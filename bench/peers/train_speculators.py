@@ -145,7 +145,7 @@ def make_teacher(target: str, dtype, taps: list[int], documents: str):
             return {"hidden_states": torch.stack(self._states, dim=1), "token_ids": ids}
 
         def get_generated(self, hs_transfer_params):
-            raise NotImplementedError("nothing is generated: get_cached has every document")
+            raise RuntimeError("get_cached has every document, so nothing is to be generated")
 
         def take_count(self) -> int:
             """Tokens since the last call."""

@@ -19,10 +19,11 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.serving.engine import Engine
 from eagle3_jax.serving.metrics import Metrics
 from eagle3_jax.serving.observed import Observed
-from eagle3_jax.serving.requests import Delta, EngineStopped, QueueFull, Request, Settings
+from eagle3_jax.serving.requests import Delta, EngineStopped, QueueFull, Settings
+from tests.serving.asking import NEW, accepted, asked, collect, run, tokens
 from tests.tiny import bigram_draft, bigram_target, ids_of
 
-VOCAB, NEW = 64, 24
+VOCAB = 64
 POISON = VOCAB - 1  # its embedding is NaN, and no answer has it
 TREE = "tree:2x2x4"
 STRATEGIES = ("plain", TREE)
@@ -88,33 +89,6 @@ def forgetful(engine) -> Iterator[Engine]:
     other.start()
     yield other
     asyncio.run(other.drain(10))
-
-
-def asked(name: str, prompt: list[int], new: int = NEW, **changes) -> Request:
-    sampling = {key: changes.pop(key) for key in list(changes) if hasattr(e3.SamplingParams, key)}
-    params = e3.SamplingParams(new, **{"stop_token_ids": ()} | sampling)
-    return Request(name, tuple(prompt), params, **changes)
-
-
-async def collect(engine: Engine, request: Request) -> list[Delta]:
-    return [delta async for delta in engine.stream(request)]
-
-
-def run(engine: Engine, *requests: Request) -> list[list[Delta]]:
-    """All at once."""
-
-    async def together():
-        return await asyncio.wait_for(asyncio.gather(*(collect(engine, request) for request in requests)), 600)
-
-    return asyncio.run(together())
-
-
-def tokens(deltas: list[Delta]) -> list[int]:
-    return [token for delta in deltas for token in delta.tokens]
-
-
-def accepted(deltas: list[Delta]) -> list[int]:
-    return [delta.accepted for delta in deltas if delta.accepted is not None]
 
 
 def idle(engine: Engine) -> bool:
