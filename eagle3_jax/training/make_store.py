@@ -18,7 +18,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.taps import TapSet
 from eagle3_jax.training.dataset import batches_in_order
-from eagle3_jax.training.features import target_features
+from eagle3_jax.training.features import run_target
 
 SHARD_TOKENS = 1 << 16
 
@@ -119,10 +119,10 @@ def _write_shard(
 ) -> None:
     packed = pack(documents, length)
     found: list[dict[str, np.ndarray] | None] = [None] * len(documents)
-    forward = jax.jit(target_features, static_argnums=(0, 1))
+    forward = jax.jit(run_target, static_argnums=(0, 1))
     for rows, batch in batches_in_order(packed, batch_rows):
-        features = forward(target.graph, taps, target.params, batch.ids, batch.document_ids)
-        arrays = (*features.taps.arrays, features.last.before_norm())
+        tapped, last = forward(target.graph, taps, target.params, batch.ids, batch.document_ids)
+        arrays = (*tapped.arrays, last.before_norm())
         states = np.stack([np.asarray(jax.device_get(a), np.float32) for a in arrays], axis=2)
         for place, row in enumerate(rows):
             for document, member in enumerate(packed.members[row]):

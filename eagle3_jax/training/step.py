@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.draft.ttt import document_positions, ttt_forward
+from eagle3_jax.draft.ttt import document_positions, ttt_outputs
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.sharding import Placement
 from eagle3_jax.taps import LastHidden, Taps, TapSet
-from eagle3_jax.training.features import CHUNK, Features, complete, target_features, teacher
+from eagle3_jax.training.features import Features, complete, run_target, teacher
 from eagle3_jax.training.loss import (
     KL,
     Acceptance,
@@ -27,6 +27,7 @@ from eagle3_jax.training.loss import (
     slot_masks,
     ttt_loss,
 )
+from eagle3_jax.training.visit import CHUNK
 
 COVERED = LossOptions(skip_uncovered=True)
 
@@ -36,7 +37,7 @@ class Setup(NamedTuple):
 
     noise, seed: amplitude of uniform noise on the tapped features in training, and of its random numbers. accumulate:
     parts that a batch is computed in, one after another; the result is that of the whole. ema: decay of the average of
-    the weights, or None. remat, chunk: see `ttt_forward` and `features.choices`. placement: on which devices.
+    the weights, or None. remat, chunk: see `ttt_outputs` and `visit`. placement: on which devices.
     """
 
     target: Graph
@@ -89,8 +90,8 @@ class TrainState(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """loss: total; losses [S]; hits bool [S, B, T-1]; counts: acceptance counts; grad_norm before clipping; covered:
-    supervised slots of the first step whose target choice is in the draft vocabulary."""
+    """loss: total; losses [S]; hits bool [S, B, T-1], of supervised slots; counts: acceptance counts; grad_norm
+    before clipping; covered: supervised slots of the first step whose target choice is in the draft vocabulary."""
 
     loss: Float[Array, ""]
     losses: Float[Array, "S"]
@@ -107,9 +108,9 @@ def compute_features(setup: Setup, frozen: Frozen, batch: Batch) -> Features:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def complete_features(setup: Setup, frozen: Frozen, taps: Taps, last: LastHidden) -> Features:
+def complete_features(setup: Setup, frozen: Frozen, batch: Batch, taps: Taps, last: LastHidden) -> Features:
     """The target's side of a batch from stored states."""
-    return setup.placement.constrain_rows(complete(setup.target, frozen.target, taps, last, setup.chunk))
+    return setup.placement.constrain_rows(_completed(setup, frozen, batch, taps, last))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -149,7 +150,13 @@ def evaluate_batch(setup: Setup, frozen: Frozen, trainable: Params, batch: Batch
 def _features(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None) -> Features:
     if features is not None:
         return features
-    return target_features(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids, setup.chunk)
+    states = run_target(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids)
+    return _completed(setup, frozen, batch, *states)
+
+
+def _completed(setup: Setup, frozen: Frozen, batch: Batch, taps: Taps, last: LastHidden) -> Features:
+    groups = setup.placement.row_parts
+    return complete(setup.target, frozen.target, taps, last, batch.loss_mask, setup.chunk, groups)
 
 
 def _gradients(setup: Setup, frozen: Frozen, state: TrainState, batch: Batch, features: Features | None):
@@ -205,14 +212,17 @@ def _loss(setup: Setup, frozen: Frozen, batch: Batch, features: Features, key, t
         taps = taps.map(lambda a: a + jax.random.uniform(next(keys), a.shape, dtype, -setup.noise, setup.noise))
     positions = document_positions(batch.document_ids)
     inputs = (batch.ids, positions, batch.document_ids)
-    step_logits, outputs = ttt_forward(model, taps, *inputs, setup.steps, setup.remat)
+    outputs = ttt_outputs(model, taps, *inputs, setup.steps, setup.remat)
     target = teacher(setup.target, frozen.target, features, frozen.d2t)
     slots, plain = (None, None) if totals is None else totals
-    loss, losses = ttt_loss(step_logits, target, batch.loss_mask, batch.document_ids, setup.loss, slots)
+    supervision = target, batch.loss_mask, batch.document_ids, setup.loss, slots
+    head, groups = model.lm_head.weight[...], setup.placement.row_parts
+    states = [model.norm(y) for y in outputs]
+    loss, losses, choices = ttt_loss(states, *supervision, head, setup.chunk, groups)
     if setup.loss.feature:
         last = features.last.before_norm()
         loss += setup.loss.feature * feature_loss(outputs, last, batch.loss_mask, batch.document_ids, plain)
-    right = hits(step_logits, target.argmax, frozen.d2t)
+    right = hits(choices, target.argmax, frozen.d2t)
     counts = acceptance(right, batch.loss_mask, batch.document_ids)
     covered = jnp.sum(slot_masks(COVERED, target, batch.loss_mask, batch.document_ids, 1))
-    return loss, Outcome(loss, jnp.stack(losses), right, counts, jnp.zeros(()), covered)
+    return loss, Outcome(loss, losses, right, counts, jnp.zeros(()), covered)

@@ -117,8 +117,8 @@ def test_parts_rematerialisation_and_averaging_change_no_weight(prepared, plain)
 def test_parts_run_the_target_once(prepared, monkeypatch) -> None:
     """Also where the slots to average over depend on what the target chose."""
     run, batch, features = prepared
-    real, calls = step.target_features, []
-    monkeypatch.setattr(step, "target_features", lambda *given: calls.append(0) or real(*given))
+    real, calls = step.run_target, []
+    monkeypatch.setattr(step, "run_target", lambda *given: calls.append(0) or real(*given))
     setup = run.setup._replace(loss=LossOptions(skip_uncovered=True), accumulate=2)
     train_step.trace(setup, run.frozen, trainer.fresh_state(run), batch, None, jnp.float32(1.0))
     assert len(calls) == 1
@@ -131,15 +131,16 @@ def test_noise_on_the_features_is_that_of_the_seed_and_step(prepared, plain) -> 
 
 
 def test_full_vocabulary_logits_in_chunks_are_those_at_once(world, prepared) -> None:
-    run, _, features = prepared
+    run, batch, features = prepared
     model = run.setup.target.merge(run.frozen.target)
     last = LastHidden(features.last.array[:, :50], features.last.normed)
-    made = [jax.jit(lambda chunk=chunk: choices(model, last, chunk))() for chunk in (7, 1024)]
-    np.testing.assert_array_equal(made[0][0], made[1][0])
-    np.testing.assert_allclose(made[0][1], made[1][1], rtol=1e-5)
-    logits = model.logits(last)
-    np.testing.assert_allclose(made[0][1], jax.nn.logsumexp(logits, axis=-1), rtol=1e-5)
-    np.testing.assert_array_equal(made[0][0], jnp.argmax(logits, axis=-1))
+    wanted = jnp.asarray(batch.loss_mask[:, :50])
+    logits = np.asarray(model.logits(last))[wanted]
+    for chunk, groups in ((7, 1), (5, 2), (1024, 1)):  # of all rows together, of each half of them
+        argmax, normaliser = jax.jit(lambda c=chunk, g=groups: choices(model, last, wanted, c, g))()
+        np.testing.assert_array_equal(argmax[wanted], np.argmax(logits, axis=-1))
+        assert (argmax[~wanted] == -1).all() and wanted.any()
+        np.testing.assert_allclose(normaliser[wanted], jax.nn.logsumexp(logits, axis=-1), rtol=1e-5)
 
 
 def test_the_stable_schedule_falls_at_the_end_and_rates_end_where_they_shall(world, tmp_path) -> None:
