@@ -24,15 +24,15 @@ from eagle3_jax.training.visit import CHUNK, visit
 
 class Features(NamedTuple):
     """taps: Taps of [B, T, H]; last: [B, T, H]; argmax: int32 [B, T], the target's choice; normaliser: float32 [B, T],
-    log-sum-exp of its full-vocabulary logits; the last two at supervised tokens only.
+    log-sum-exp of its full-vocabulary logits; the last two at supervised tokens only, or None (`step._loss`).
 
     last says whether it is before the final norm (always so when computed here) or after it (some stored features).
     """
 
     taps: Taps
     last: LastHidden
-    argmax: Int[Array, "B T"]
-    normaliser: Float[Array, "B T"]
+    argmax: Int[Array, "B T"] | None
+    normaliser: Float[Array, "B T"] | None
 
 
 def run_target(
@@ -89,9 +89,10 @@ def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "V
     A last hidden state stored after the norm is not normed again.
     """
     model: CausalLM = graph.merge(params)
-    states, head = features.last.after_norm(model.model.norm), model.head_weight
-    inside = jnp.zeros(head.shape[0], bool).at[d2t].set(True)
-    covered = inside[features.argmax] & (features.argmax >= 0)
+    states, head, covered = features.last.after_norm(model.model.norm), model.head_weight, None
+    if features.argmax is not None:
+        inside = jnp.zeros(head.shape[0], bool).at[d2t].set(True)
+        covered = inside[features.argmax] & (features.argmax >= 0)
     return Teacher(states, head[d2t], model.config.logit_softcap, features.argmax, features.normaliser, covered)
 
 

@@ -29,6 +29,11 @@ class LossOptions(NamedTuple):
         """Whether the slots that have a loss depend on what the target chose there."""
         return self.skip_uncovered or self.kind == "hard_ce"
 
+    @property
+    def needs_full_vocabulary(self) -> bool:
+        """Whether it depends on the target's logits outside the draft vocabulary."""
+        return self.needs_choice or self.kind in ("lk_alpha", "lk_lambda")
+
 
 KL = LossOptions()
 
@@ -119,6 +124,16 @@ def slot_masks(
     return jnp.stack(masks)
 
 
+class Taught(NamedTuple):
+    """total: the loss; losses: the masked mean of each step. At supervised tokens, as draft ids: choices: the draft's,
+    that of step s at token t+1+s, by which its slot t is taught; preferred: the target's, of the draft vocabulary."""
+
+    total: Float[Array, ""]
+    losses: Float[Array, "S"]
+    choices: Int[Array, "B T S"]
+    preferred: Int[Array, "B T"]
+
+
 def ttt_loss(
     states: list[Float[Array, "B slots width"]],
     teacher: Teacher,
@@ -129,9 +144,8 @@ def ttt_loss(
     head: Float[Array, "Vd width"] | None = None,
     chunk: int = CHUNK,
     groups: int = 1,
-) -> tuple[Float[Array, ""], Float[Array, "S"], Int[Array, "B T S"]]:
-    """Total loss, the masked mean of each step, and the draft's choices: of step s (a draft id) at token t+1+s, by
-    which its slot t is taught. The choices are those of supervised tokens only; gradients are those of the total.
+) -> Taught:
+    """The loss of a batch. Gradients are those of the total.
 
     states: the draft's normed outputs of each step, of which `head` makes logits; head None: those logits themselves.
     totals: slots of each step to average over, where the batch is a part of a larger one; None = its own. Logits exist
@@ -148,7 +162,8 @@ def ttt_loss(
         loss = jax.vmap(lambda q: divergence(options, target, normaliser, q), in_axes=-2, out_axes=-1)(logits)
         losses = jnp.sum(jnp.where(shares > 0, loss, 0.0) * shares, axis=(0, 1))
         total = sum(options.decay**step * losses[step] for step in range(len(losses)))
-        return total, (losses, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        choices, preferred = (jnp.argmax(x, axis=-1).astype(jnp.int32) for x in (logits, target))
+        return total, (losses, (choices, preferred))
 
     @jax.custom_vjp
     def run(states, head):
@@ -157,7 +172,7 @@ def ttt_loss(
             return choices, (total, losses)
 
         choices, (total, losses) = visit(values, (states, given), loss_mask, chunk, groups)
-        return total, losses, choices
+        return Taught(total, losses, *choices)
 
     def forward(states, head):
         def values(tokens):
@@ -166,7 +181,7 @@ def ttt_loss(
             return (choices, of_states), (total, losses, jax.tree.map(lambda g: g.astype(jnp.float32), of_head))
 
         (choices, of_states), (total, losses, of_head) = visit(values, (states, given), loss_mask, chunk, groups)
-        return (total, losses, choices), (of_states, jax.tree.map(lambda g, p: g.astype(p.dtype), of_head, head))
+        return Taught(total, losses, *choices), (of_states, jax.tree.map(lambda g, p: g.astype(p.dtype), of_head, head))
 
     def backward(gradients, cotangents):
         return jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)

@@ -4,7 +4,7 @@ Parameters are split once: `trainable` (float32 masters) and `frozen` (the targe
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,20 +91,21 @@ class TrainState(NamedTuple):
 
 class Outcome(NamedTuple):
     """loss: total; losses [S]; hits bool [S, B, T-1], of supervised slots; counts: acceptance counts; grad_norm
-    before clipping; covered: supervised slots of the first step whose target choice is in the draft vocabulary."""
+    before clipping; covered: supervised slots of the first step whose target choice is in the draft vocabulary, None
+    where that is not computed of all (`_loss`)."""
 
     loss: Float[Array, ""]
     losses: Float[Array, "S"]
     hits: Bool[Array, "S B slots"]
     counts: Acceptance
     grad_norm: Float[Array, ""]
-    covered: Int[Array, ""]
+    covered: Int[Array, ""] | None
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def compute_features(setup: Setup, frozen: Frozen, batch: Batch) -> Features:
     """The target's side of a batch, for keeping in memory."""
-    return setup.placement.constrain_rows(_features(setup, frozen, batch, None))
+    return setup.placement.constrain_rows(_features_in_parts(setup, frozen, batch, None))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -143,15 +144,32 @@ def train_step(
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate_batch(setup: Setup, frozen: Frozen, trainable: Params, batch: Batch, features: Features | None) -> Outcome:
     """Loss and hits of a batch without a step."""
-    outcome = _loss(setup, frozen, batch, _features(setup, frozen, batch, features), None, None, trainable)[1]
+    features = _features_in_parts(setup, frozen, batch, features)
+    outcome = _loss(setup, frozen, batch, features, None, None, trainable)[1]
     return setup.placement.whole(outcome)
 
 
-def _features(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None) -> Features:
+def _features(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None, choose: bool = True) -> Features:
+    """choose False: without the target's choices, see `_loss`."""
     if features is not None:
         return features
-    states = run_target(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids)
-    return _completed(setup, frozen, batch, *states)
+    taps, last = run_target(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids)
+    return _completed(setup, frozen, batch, taps, last) if choose else Features(taps, last, None, None)
+
+
+def _features_in_parts(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None) -> Features:
+    """The same, of `setup.accumulate` parts of the rows one after another."""
+    whole = setup.accumulate == 1 or len(batch.ids) % (setup.accumulate * setup.placement.row_parts)
+    if features is not None or whole:
+        return _features(setup, frozen, batch, features)
+    features = jax.lax.map(lambda part: _features(setup, frozen, part, None), _parts(setup, batch))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), features)
+
+
+def _parts(setup: Setup, tree: Any) -> Any:
+    """Arrays of rows as `setup.accumulate` parts of them."""
+    parts = jax.tree.map(lambda a: a.reshape(setup.accumulate, -1, *a.shape[1:]), tree)
+    return setup.placement.constrain_rows(parts, leading=1)
 
 
 def _completed(setup: Setup, frozen: Frozen, batch: Batch, taps: Taps, last: LastHidden) -> Features:
@@ -166,10 +184,10 @@ def _gradients(setup: Setup, frozen: Frozen, state: TrainState, batch: Batch, fe
     """
     key = jax.random.fold_in(jax.random.key(setup.seed), state.step)
     grad_function = jax.grad(functools.partial(_loss, setup, frozen), argnums=4, has_aux=True)
+    choose = setup.loss.needs_full_vocabulary
     if setup.accumulate == 1:
-        return grad_function(batch, _features(setup, frozen, batch, features), key, None, state.trainable)
-    parts = jax.tree.map(lambda a: a.reshape(setup.accumulate, -1, *a.shape[1:]), (batch, features))
-    parts = setup.placement.constrain_rows(parts, leading=1)
+        return grad_function(batch, _features(setup, frozen, batch, features, choose), key, None, state.trainable)
+    parts = _parts(setup, (batch, features))
     if features is None and setup.loss.needs_choice:
         # Of all parts at once, for the totals come first: the target's forward is most of a step, its features are not.
         features = jax.lax.map(lambda part: _features(setup, frozen, part, None), parts[0])
@@ -180,7 +198,7 @@ def _gradients(setup: Setup, frozen: Frozen, state: TrainState, batch: Batch, fe
 
     def add(gradients, part):
         batch, features, key = part
-        features = _features(setup, frozen, batch, features)
+        features = _features(setup, frozen, batch, features, choose)
         new, outcome = grad_function(batch, features, key, totals, state.trainable)
         return jax.tree.map(jnp.add, gradients, new), outcome
 
@@ -202,7 +220,11 @@ def _totals(setup: Setup, frozen: Frozen, batch: Batch, features: Features | Non
 
 
 def _loss(setup: Setup, frozen: Frozen, batch: Batch, features: Features, key, totals, trainable: Params):
-    """(loss, outcome). key: of the noise on the features, None for none. totals: see `_totals`; None = the batch's."""
+    """(loss, outcome). key: of the noise on the features, None for none. totals: see `_totals`; None = the batch's.
+
+    Features without the target's choices: these are then made only where the draft has what the target prefers of the
+    draft vocabulary, since it is wrong elsewhere, whatever the target's choice is.
+    """
     dtype = jnp.dtype(setup.compute_dtype)
     params = jax.tree.map(lambda p: p.astype(dtype), {**trainable, **frozen.draft})
     model = setup.draft.merge(params)
@@ -218,11 +240,17 @@ def _loss(setup: Setup, frozen: Frozen, batch: Batch, features: Features, key, t
     supervision = target, batch.loss_mask, batch.document_ids, setup.loss, slots
     head, groups = model.lm_head.weight[...], setup.placement.row_parts
     states = [model.norm(y) for y in outputs]
-    loss, losses, choices = ttt_loss(states, *supervision, head, setup.chunk, groups)
+    loss, losses, choices, preferred = ttt_loss(states, *supervision, head, setup.chunk, groups)
     if setup.loss.feature:
         last = features.last.before_norm()
         loss += setup.loss.feature * feature_loss(outputs, last, batch.loss_mask, batch.document_ids, plain)
-    right = hits(choices, target.argmax, frozen.d2t)
+    argmax = target.argmax
+    if argmax is None:
+        perhaps = batch.loss_mask & jnp.any(choices == preferred[..., None], axis=-1)
+        argmax = _completed(setup, frozen, batch._replace(loss_mask=perhaps), features.taps, features.last).argmax
+    right = hits(choices, argmax, frozen.d2t)
     counts = acceptance(right, batch.loss_mask, batch.document_ids)
-    covered = jnp.sum(slot_masks(COVERED, target, batch.loss_mask, batch.document_ids, 1))
+    covered = None
+    if target.covered is not None:
+        covered = jnp.sum(slot_masks(COVERED, target, batch.loss_mask, batch.document_ids, 1))
     return loss, Outcome(loss, losses, right, counts, jnp.zeros(()), covered)

@@ -86,8 +86,8 @@ def run(case: Case) -> Computed:
             model = case.draft.graph.merge(params)
             outputs = ttt_outputs(model, features, ids, positions, documents, STEPS)
             states, head = [model.norm(y) for y in outputs], model.lm_head.weight[...]
-            total, *rest = ttt_loss(states, Teacher(teacher), loss_mask, documents, head=head, chunk=CHUNK)
-            return total, (*rest, [model.logits(y) for y in outputs])
+            total, losses, choices, _ = ttt_loss(states, Teacher(teacher), loss_mask, documents, head=head, chunk=CHUNK)
+            return total, (losses, choices, [model.logits(y) for y in outputs])
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 

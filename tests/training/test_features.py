@@ -82,7 +82,7 @@ def test_choices_are_the_same_few_slots_at_a_time(world, run) -> None:
     batch = make_batch(run.train, [0, 1], 2)
     features = compute_features(run.setup, run.frozen, batch)
     # 100 does not divide the tokens there are.
-    again = complete(run.setup.target, run.frozen.target, *features[:2], batch.loss_mask, chunk=100)
+    again = complete(run.setup.target, run.frozen.target, *features[:2], jnp.asarray(batch.loss_mask), chunk=100)
     np.testing.assert_array_equal(again.argmax, features.argmax)
 
 
@@ -144,7 +144,10 @@ def test_a_run_with_ram_is_the_run_with_online(world, tmp_path) -> None:
         config = world.config(tmp_path, name=features, training={"features": features})
         trainer.train(config, target=world.target)
         metrics[features] = read_metrics(config.run_dir)
+    assert any(row["full_acceptance"][0] > 0 for row in metrics["online"])
     for online, ram in zip(metrics["online"], metrics["ram"], strict=True):
         assert ram["loss"] == pytest.approx(online["loss"], rel=1e-4)
+        # Online, the target's choice is computed only where the draft may be right.
+        assert ram["full_acceptance"] == online["full_acceptance"] and ram["simulated_tau"] == online["simulated_tau"]
         if "heldout" in online:
             assert ram["heldout"]["loss_first_step"] == pytest.approx(online["heldout"]["loss_first_step"], rel=1e-4)

@@ -68,7 +68,7 @@ def test_the_loss_is_a_masked_mean_summed_over_decayed_steps() -> None:
     logits = [logits_of(s, ROWS, LENGTH - 1, SIZE) for s in range(STEPS)]
     teacher = logits_of(9, ROWS, LENGTH, SIZE)
     masks, options = (jnp.asarray(mask), jnp.asarray(document)), LossOptions(decay=0.5)
-    total, losses, _ = ttt_loss(logits, Teacher(teacher), *masks, options, chunk=5)  # 18 tokens
+    total, losses, *_ = ttt_loss(logits, Teacher(teacher), *masks, options, chunk=5)  # 18 tokens
     for step in range(STEPS):
         terms = [
             # slot t of step s is taught by what the target says at token t+1+s
@@ -146,7 +146,8 @@ def test_a_packed_row_counts_what_its_documents_count_alone() -> None:
     logits = [logits_of(s, 1, row - 1, SIZE) for s in range(STEPS)]
     teacher, d2t = logits_of(9, 1, row, SIZE), jnp.arange(SIZE)
     choice = jnp.argmax(teacher, axis=-1)
-    _, losses, choices = ttt_loss(logits, Teacher(teacher), jnp.asarray(mask), jnp.asarray(document))
+    _, losses, choices, preferred = ttt_loss(logits, Teacher(teacher), jnp.asarray(mask), jnp.asarray(document))
+    np.testing.assert_array_equal(preferred[mask], choice[mask])
     together = acceptance(hits(choices, choice, d2t), jnp.asarray(mask), jnp.asarray(document))
     part_acceptance, part_loss = jax.jit(acceptance), jax.jit(ttt_loss)
     sums, kl = np.zeros((3, STEPS), int), np.zeros((2, STEPS))
@@ -154,7 +155,7 @@ def test_a_packed_row_counts_what_its_documents_count_alone() -> None:
         part = slice(begin, begin + length)
         alone = [step[:, begin : begin + length - 1] for step in logits]
         zeros = jnp.zeros((1, length), jnp.int32)
-        _, part_losses, choices = part_loss(alone, Teacher(teacher[:, part]), jnp.asarray(mask[:, part]), zeros)
+        _, part_losses, choices, _ = part_loss(alone, Teacher(teacher[:, part]), jnp.asarray(mask[:, part]), zeros)
         sums += np.asarray(part_acceptance(hits(choices, choice[:, part], d2t), jnp.asarray(mask[:, part]), zeros))
         weights = np.array([supervised(jnp.asarray(mask[:, part]), zeros, s).sum() for s in range(STEPS)])
         kl += np.stack([np.asarray(part_losses) * weights, weights])

@@ -8,7 +8,7 @@ import pytest
 from eagle3_jax.config import Config, load_config
 from eagle3_jax.errors import UserError
 from eagle3_jax.taps import LastHidden
-from eagle3_jax.training import step, trainer
+from eagle3_jax.training import prepare, step, trainer
 from eagle3_jax.training.dataset import make_batch
 from eagle3_jax.training.features import choices
 from eagle3_jax.training.loss import LossOptions, Teacher, divergence, overlap, slot_masks
@@ -180,3 +180,11 @@ def test_presets_say_whom_they_follow() -> None:
         assert config.name == name
     with pytest.raises(UserError, match="unknown config key loss.kid / did you mean loss.kind"):
         load_config("configs/paper.yaml", ["loss.kid=kl"])
+
+
+def test_on_a_cpu_parts_are_small(world, tmp_path) -> None:
+    def parts(**values) -> int:
+        return prepare._parts(world.config(tmp_path, data={"length": 512}, training=values))
+
+    assert parts(batch_rows=2) == 1 and parts(batch_rows=4) == 2 and parts(batch_rows=4, accumulate=4) == 4
+    assert parts(batch_rows=3) == 3  # two rows and one would be uneven
