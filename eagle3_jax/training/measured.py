@@ -9,6 +9,7 @@ from eagle3_jax.data.packing import Packed
 from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import prompt_ids
 from eagle3_jax.draft.draft import Draft
+from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.generate import generate
 from eagle3_jax.speculate.strategy import parse_strategy
@@ -16,14 +17,9 @@ from eagle3_jax.training.evaluate import simulate
 
 
 def measure_generation(
-    config: EvaluationConfig, target: Target, draft: Draft, heldout: Packed, template: dict[str, Any], say
+    config: EvaluationConfig, target: Target, draft: Draft, prompts: list[list[int]], say
 ) -> dict[str, Any] | None:
-    """tau of `config.count` prompts, greedily answered, and simulated tau of the answers; None for no prompts.
-
-    Prompts are those of the file, as a server would send them, or what precedes the first answers of held-out rows.
-    """
-    room = target.config.max_positions - config.max_new_tokens
-    prompts = [p for p in _prompts(config, target, heldout, template) if 0 < len(p) <= room][: config.count]
+    """tau of `evaluation_prompts`, greedily answered, and simulated tau of the answers; None for no prompts."""
     if not prompts:
         return None
     say(f"generating with the draft: {len(prompts)} prompts, {config.strategy}")
@@ -46,11 +42,34 @@ def measure_generation(
     }
 
 
-def _prompts(config: EvaluationConfig, target: Target, heldout: Packed, template: dict[str, Any]) -> list[list[int]]:
-    if config.prompts is not None:
-        turns = read_prompts(config.prompts)[: config.count]
-        chats = ([{"role": "user", "content": turn[0]}] for turn in turns)
-        return [list(map(int, prompt_ids(target.require_tokenizer(), chat, template=template))) for chat in chats]
+def evaluation_prompts(
+    config: EvaluationConfig, target: Target, heldout: Packed, template: dict[str, Any]
+) -> list[list[int]]:
+    """Token ids of the first `config.count` prompts of the file, as a server would send them, or of what precedes the
+    first answers of held-out rows; those that leave no room for an answer are left out.
+
+    Read before training, so that a mistake is not found after it. Raises UserError for a file that cannot be read or
+    has no prompt with room.
+    """
+    if not config.count:
+        return []
+    room = target.config.max_positions - config.max_new_tokens
+    if config.prompts is None:
+        found = _before_answers(heldout)
+    else:
+        chats = [[{"role": "user", "content": turns[0]}] for turns in read_prompts(config.prompts)]
+        tokenizer = target.require_tokenizer()
+        found = [list(map(int, prompt_ids(tokenizer, chat, template=template))) for chat in chats[: config.count]]
+    fitting = [prompt for prompt in found if 0 < len(prompt) <= room][: config.count]
+    if config.prompts is not None and not fitting:
+        raise UserError(
+            f"no prompt of the first {config.count} is at most {room} tokens long, which leaves room for "
+            f"evaluation.max_new_tokens in the target's {target.config.max_positions} / {config.prompts} / lower it"
+        )
+    return fitting
+
+
+def _before_answers(heldout: Packed) -> list[list[int]]:
     found = []
     for row, members in enumerate(heldout.members):
         for number in range(len(members)):

@@ -24,9 +24,11 @@ from eagle3_jax.training.dataset import Documents, data_warnings, pack_documents
 from eagle3_jax.training.features import FeatureCache
 from eagle3_jax.training.initialise import draft_config, initial_draft
 from eagle3_jax.training.loss import LossOptions
+from eagle3_jax.training.measured import evaluation_prompts
 from eagle3_jax.training.optimiser import make_optimiser
 from eagle3_jax.training.step import Frozen, Setup
 from eagle3_jax.training.stored import StoredFeatures
+from eagle3_jax.training.trackers import require_trackers
 
 # On a CPU, products with more rows at a time are up to half as fast (docs/performance.md), and memory is short.
 CPU_TOKENS, CPU_CHUNK = 1024, 128
@@ -34,7 +36,8 @@ CPU_TOKENS, CPU_CHUNK = 1024, 128
 
 @dataclass
 class Run:
-    """Everything the loop needs. checkpoints is None until the run folder is begun."""
+    """Everything a run needs to its end. checkpoints is None until the run folder is begun. prompts: token ids of what
+    is answered after training."""
 
     config: Config
     target: Target
@@ -45,6 +48,7 @@ class Run:
     heldout_documents: Documents
     setup: Setup
     frozen: Frozen
+    prompts: list[list[int]]
     checkpoints: Checkpoints | None = None
     stored: StoredFeatures | None = None
     heldout_stored: StoredFeatures | None = None
@@ -56,6 +60,7 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     """Loads everything; then, nothing being wrong, begins the run folder and opens its checkpoints."""
     run = load(config, target, init_from, say)
     facts = wiring_facts(run.draft, run.target.fingerprint, run.train, run.heldout)
+    require_trackers(config)
     run_folder.require_room(folder, checkpoint_bytes(run), config.training.keep_checkpoints)
     sync("inputs are sound")
     if is_main():
@@ -104,7 +109,8 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     )
     sides = (packed, heldout, documents, heldout_documents)
     setup = make_setup(config, target, draft)._replace(placement=placement)
-    return Run(config, target, draft, *sides, setup, frozen, stored=stored, heldout_stored=heldout_stored)
+    prompts = evaluation_prompts(config.evaluation, target, heldout, config.data.chat_template)
+    return Run(config, target, draft, *sides, setup, frozen, prompts, stored=stored, heldout_stored=heldout_stored)
 
 
 def _read(config: Config, files: str | list[str], target: Target) -> tuple[Documents, Packed]:

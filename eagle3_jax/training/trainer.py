@@ -304,8 +304,7 @@ def _generate(run: Run, draft: Draft, say) -> dict[str, Any] | None:
             return None
         params, placement = jax.device_put(run.target.params, device), ONE_DEVICE
     target = dataclasses.replace(run.target, params=params, placement=placement)
-    template = run.config.data.chat_template
-    return measure_generation(run.config.evaluation, target, draft, run.heldout, template, say)
+    return measure_generation(run.config.evaluation, target, draft, run.prompts, say)
 
 
 def _samples(run: Run, state: TrainState) -> list[dict[str, Any]]:

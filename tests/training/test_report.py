@@ -1,5 +1,6 @@
 """The page of a run holds what the run wrote and stands alone, at any time; trackers get the same numbers."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from eagle3_jax.cli.main import main
-from eagle3_jax.config import Config
+from eagle3_jax.config import Config, EvaluationConfig
 from eagle3_jax.data.packing import pack
 from eagle3_jax.errors import UserError
-from eagle3_jax.training import trainer
+from eagle3_jax.training import measured, trainer
+from eagle3_jax.training.measured import evaluation_prompts
 from eagle3_jax.training.metrics import Breakdown, bucket, walk_answers
 from eagle3_jax.training.report import write_report
 from eagle3_jax.training.report.charts import POINTS, Series, line_chart
@@ -125,6 +127,18 @@ def test_real_generation_beside_the_simulated_tau(world, trained, tmp_path) -> N
     assert "measured tau" in (config.run_dir / "report.html").read_text()
 
 
+def test_prompts_without_room_for_an_answer(world, tmp_path, monkeypatch) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["Hello"]}\n')
+    monkeypatch.setattr(measured, "prompt_ids", lambda *_, **__: list(range(3, 13)))
+    target = dataclasses.replace(world.target, tokenizer=object())
+    room, heldout = target.config.max_positions, pack([(np.arange(3, 9, dtype=np.int32), np.arange(6) > 3)], 16)
+    with pytest.raises(UserError, match=f"no prompt of the first 8 is at most 9 tokens long, .*{room} / {prompts}"):
+        evaluation_prompts(EvaluationConfig(prompts=str(prompts), max_new_tokens=room - 9), target, heldout, {})
+    assert evaluation_prompts(EvaluationConfig(prompts="absent", count=0), target, heldout, {}) == []
+    assert evaluation_prompts(EvaluationConfig(), target, heldout, {}) == [[3, 4, 5, 6]]
+
+
 def test_trackers_get_every_number(world, tmp_path, monkeypatch) -> None:
     calls = []
     fake = SimpleNamespace(
@@ -148,6 +162,9 @@ def test_trackers_get_every_number(world, tmp_path, monkeypatch) -> None:
     init = ("init", "eagle3-jax", "run")
     assert calls == [init, init, (1, values), (1, values), "finish", "finish"]
     assert list((config.run_dir / "tensorboard").glob("events*"))
+    monkeypatch.setattr(fake, "init", lambda **facts: 1 / 0)
+    with pytest.raises(UserError, match="wandb does not open / division by zero"), open_trackers(config, 0):
+        pass
     monkeypatch.setitem(sys.modules, "wandb", None)
     sys.modules.pop("eagle3_jax.training.trackers.wandb", None)
     with pytest.raises(UserError, match="wandb is not installed"), open_trackers(config, 0):

@@ -171,12 +171,23 @@ def test_another_config_is_refused_and_names_the_key(world, trained, section, ch
         ({"data": {"train": "absent.jsonl"}}, UserError),
         ({"data": {"heldout": "absent.jsonl"}}, UserError),
         ({"data": {"length": 8}}, UserError),  # shorter than any prompt
+        # Needed only after training.
+        ({"evaluation": {"count": 1, "prompts": "absent.jsonl"}}, UserError),
+        ({"evaluation": {"count": 1, "prompts": "{few}"}}, UserError),  # its rows have no turns
+        ({"evaluation": {"count": 1, "prompts": "{turns}"}}, UserError),  # and this target no tokenizer
+        ({"tracking": {"to": ["wandb"]}}, UserError),
     ],
 )
-def test_a_mistake_does_not_use_up_the_name(world, tmp_path, sections, error) -> None:
+def test_a_mistake_does_not_use_up_the_name(world, tmp_path, monkeypatch, sections, error) -> None:
     if sections.get("data", {}).get("length"):
         long = write_rows(tmp_path / "long.jsonl", [([5] * 9, [6, 7])])
         sections = {"data": sections["data"] | {"train": long}}
+    if prompts := sections.get("evaluation", {}).get("prompts"):
+        (tmp_path / "turns.jsonl").write_text('{"turns": ["Hello"]}\n')
+        prompts = prompts.format(few=world.few, turns=tmp_path / "turns.jsonl")
+        sections = {"evaluation": sections["evaluation"] | {"prompts": prompts}}
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    sys.modules.pop("eagle3_jax.training.trackers.wandb", None)
     with pytest.raises(error) as raised:
         train(world, world.config(tmp_path, **sections))
     assert "\n" not in str(raised.value) and not (tmp_path / "run").exists()

@@ -30,22 +30,34 @@ class Trackers:
                 tracker.log(step, values)
 
 
+def require_trackers(config: Config) -> None:
+    """Raises UserError for a tracker of the config whose package is not installed."""
+    for name in config.tracking.to if is_main() else ():
+        _tracker(name)
+
+
+def _tracker(name: str) -> type:
+    try:
+        return getattr(importlib.import_module(f"eagle3_jax.training.trackers.{name}"), TRACKERS[name])
+    except ImportError as error:
+        raise UserError(f"tracking.to: {name} is not installed ({error}) / pip install 'eagle3-jax[track]'") from error
+
+
 @contextlib.contextmanager
 def open_trackers(config: Config, step: int) -> Iterator[Trackers]:
     """The trackers of a config; a run that goes on at `step` > 0 is continued there. Closed at the end, come what may.
 
-    Raises UserError for a tracker whose package is not installed.
+    Raises UserError for a tracker whose package is not installed, and for one that does not open (no login, say).
     """
     with contextlib.ExitStack() as stack:
         opened = []
         for name in config.tracking.to if is_main() else ():
+            make = _tracker(name)
             try:
-                module = importlib.import_module(f"eagle3_jax.training.trackers.{name}")
-                opened.append(getattr(module, TRACKERS[name])(config, step))
-            except ImportError as error:
-                raise UserError(
-                    f"tracking.to: {name} is not installed ({error}) / pip install 'eagle3-jax[track]'"
-                ) from error
+                opened.append(make(config, step))
+            except Exception as error:  # services raise what they like, each its own types
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                raise UserError(f"tracking.to: {name} does not open / {reason} / mend that, or leave it out") from error
             stack.callback(opened[-1].close)
         yield Trackers(opened)
 
