@@ -36,8 +36,9 @@ def check(
         raise UserError(f"{folder} exists already / pass --resume to go on with it or choose another name")
     before = yaml.safe_load(stored.read_text(encoding="utf-8"))
     now, added = plain(config), fill_in(before)
-    for config_of in (before, now):  # a run may go on with other devices
-        config_of.pop("mesh", None)
+    for config_of in (before, now):  # a run may go on with other devices and trackers
+        for key in ("mesh", "tracking"):
+            config_of.pop(key, None)
     if differing := _differing(before, now):
         raise UserError(f"{folder} was begun with another config ({differing}) / choose another name")
     if added:

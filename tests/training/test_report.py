@@ -56,7 +56,13 @@ def test_the_page_stands_alone_and_shows_the_run(world, trained) -> None:
     for words in (f"{best:.3f}", "finished", str(world.folder), "train.jsonl", "Held-out answers", "learning_rate"):
         assert words in page.text, words
     assert f"{result['supervised_tokens']:,}" in page.text
-    for chart in ("Loss", "Simulated tau", "Held-out acceptance by depth", "Learning rate", "Tokens a second"):
+    for chart in (
+        "Loss",
+        "Simulated tau",
+        "Held-out acceptance of each draft token",
+        "Learning rate",
+        "Tokens a second",
+    ):
         assert chart in page.text
 
 
@@ -142,7 +148,8 @@ def test_prompts_without_room_for_an_answer(world, tmp_path, monkeypatch) -> Non
 def test_trackers_get_every_number(world, tmp_path, monkeypatch) -> None:
     calls = []
     fake = SimpleNamespace(
-        init=lambda **facts: calls.append(("init", facts["project"], facts["name"])) or fake,
+        id="known",
+        init=lambda **facts: calls.append(("init", facts["name"], facts.get("id"), facts["resume"])) or fake,
         log=lambda values, step: calls.append((step, values)),
         finish=lambda: calls.append("finish"),
     )
@@ -151,6 +158,7 @@ def test_trackers_get_every_number(world, tmp_path, monkeypatch) -> None:
     raw = world.config(tmp_path).model_dump() | {"tracking": {"to": ["wandb", "trackio", "tensorboard"]}}
     config = Config.model_validate(raw)
     metrics = {"step": 1, "loss": 2.0, "full_acceptance": [0.5, 0.25]}
+    config.run_dir.mkdir()
     with open_trackers(config, 0) as trackers:
         trackers.log(1, metrics, {"by_source": {"a": {"rounds": 3}}})
     values = {
@@ -159,9 +167,12 @@ def test_trackers_get_every_number(world, tmp_path, monkeypatch) -> None:
         "train/full_acceptance/2": 0.25,
         "heldout/by_source/a/rounds": 3.0,
     }
-    init = ("init", "eagle3-jax", "run")
-    assert calls == [init, init, (1, values), (1, values), "finish", "finish"]
+    init = [("init", "run", None, None), ("init", "run", None, "never")]
+    assert calls == [*init, (1, values), (1, values), "finish", "finish"]
     assert list((config.run_dir / "tensorboard").glob("events*"))
+    calls.clear()
+    with open_trackers(config, 1):
+        assert calls == [("init", "run", "known", "allow"), ("init", "run", None, "allow")]  # the same ones go on
     monkeypatch.setattr(fake, "init", lambda **facts: 1 / 0)
     with pytest.raises(UserError, match="wandb does not open / division by zero"), open_trackers(config, 0):
         pass

@@ -83,7 +83,9 @@ def _grid(x_ticks, y_ticks, x_at, y_at, low, high, x_label) -> str:
         if low <= tick <= high:
             place = f'x="{x_at(tick):.1f}" y="{HEIGHT - BOTTOM + 17}"'
             parts.append(f'<text class="tick" {place} text-anchor="middle">{_number(tick)}</text>')
-    parts.append(f'<text class="tick" x="{WIDTH - RIGHT + 8}" y="{HEIGHT - BOTTOM + 17}">{html.escape(x_label)}</text>')
+    parts.append(
+        f'<text class="tick" x="{WIDTH - RIGHT + 26}" y="{HEIGHT - BOTTOM + 17}">{html.escape(x_label)}</text>'
+    )
     return "".join(parts)
 
 

@@ -110,12 +110,14 @@ def _charts(steps: list[dict[str, Any]]) -> str:
     loss = [trained("loss")]
     depths = len(heldout[0][1]["full_acceptance"]) if heldout else 0
     acceptance = [
-        Series(f"depth {d + 1}", at, [h["full_acceptance"][d] for _, h in heldout], f"d{min(d, 7)}", dots=True)
+        Series(f"draft token {d + 1}", at, [h["full_acceptance"][d] for _, h in heldout], f"d{min(d, 7)}", dots=True)
         for d in range(depths)
     ]
-    tau = [trained("simulated_tau")]
+    tau = [trained("simulated_tau", f"training, {len(steps[0]['loss_by_step'])} draft tokens")]
     if heldout:
-        tau.append(Series("held-out", at, [h["simulated_tau"] for _, h in heldout], "c1", dots=True))
+        tau.append(
+            Series(f"held-out, {depths} draft tokens", at, [h["simulated_tau"] for _, h in heldout], "c1", dots=True)
+        )
     by_step = [
         Series(f"draft step {d + 1}", x, [row["loss_by_step"][d] for row in steps], f"d{min(d, 7)}")
         for d in range(len(steps[0]["loss_by_step"]))
@@ -123,7 +125,7 @@ def _charts(steps: list[dict[str, Any]]) -> str:
     charts = [
         line_chart("Loss", loss, "step"),
         line_chart("Simulated tau", tau, "step"),
-        line_chart("Held-out acceptance by depth", acceptance, "step", y_from_zero=True),
+        line_chart("Held-out acceptance of each draft token", acceptance, "step", y_from_zero=True),
         line_chart("Loss of each draft step", by_step, "step"),
         line_chart("Learning rate", [trained("learning_rate", "rate")], "step", y_from_zero=True),
         line_chart("Tokens a second", [trained("tokens_per_second", "tokens/s")], "step", y_from_zero=True),
@@ -138,7 +140,9 @@ def _tables(steps: list[dict[str, Any]], result: dict[str, Any]) -> str:
         return ""
     conditional, full = heldout["conditional_acceptance"], heldout["full_acceptance"]
     depth = [[str(d + 1), f"{f:.1%}", f"{c:.1%}"] for d, (f, c) in enumerate(zip(full, conditional, strict=True))]
-    tables = [_table("Acceptance by depth", ["depth", "all right so far", "right after that"], depth)]
+    tables = [
+        _table("Acceptance of each draft token", ["draft token", "accepted", "right if all before it were"], depth)
+    ]
     for title, key, head in (
         ("By source", "by_source", "source"),
         ("By tokens before", "by_position", "tokens before"),
@@ -206,8 +210,8 @@ def _provenance(provenance: dict[str, Any], config: str) -> str:
         ["first draft", str(provenance.get("init_from") or "new")],
         ["versions", ", ".join(f"{k} {v}" for k, v in provenance.get("versions", {}).items())],
         ["machine", ", ".join(map(str, provenance.get("machine", {}).values()))],
-        ["target", json.dumps(provenance.get("target", {}).get("fingerprint", {}))],
-        *([f"data {name}", digest] for name, digest in provenance.get("data", {}).items()),
+        ["hash of the target's weights", str(provenance.get("target", {}).get("fingerprint", {}).get("hash"))],
+        *([f"hash of {name}", digest] for name, digest in provenance.get("data", {}).items()),
     ]
     return (
         f"<h2>Provenance</h2>{_table('This run', ['', ''], rows)}"

@@ -57,7 +57,9 @@ def open_trackers(config: Config, step: int) -> Iterator[Trackers]:
                 opened.append(make(config, step))
             except Exception as error:  # services raise what they like, each its own types
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
-                raise UserError(f"tracking.to: {name} does not open / {reason} / mend that, or leave it out") from error
+                raise UserError(
+                    f"tracking.to: {name} does not open / {reason} / mend that, or leave it out, and --resume"
+                ) from error
             stack.callback(opened[-1].close)
         yield Trackers(opened)
 

@@ -11,7 +11,7 @@ class Trackio:
             project=config.tracking.project,
             name=config.name,
             config=config.model_dump(mode="json"),
-            resume="allow",
+            resume="allow" if step else "never",  # another run of the same name is another one there too
         )
 
     def log(self, step: int, values: dict[str, float]) -> None:
