@@ -125,7 +125,7 @@ class LossConfig(_Strict):
 
 class TrainingConfig(_Strict):
     """ttt_steps: unrolled draft steps, the loss of step s times step_decay^s. batch_rows: rows an optimiser step,
-    computed in `accumulate` parts one after another (less memory, the same weights). features: see training.features;
+    computed in `accumulate` parts one after another (less memory, the same weights; on a CPU in more, small ones). features: see training.features;
     with stored features `online` reads the files at each step.
 
     train_head: the draft's head starts as the target's rows; false keeps it so (speculators since 0.5), which
@@ -134,7 +134,7 @@ class TrainingConfig(_Strict):
     some servers use the target's all the same).
     feature_noise: amplitude of uniform noise on the target's features in training (0.05 in speculators).
     remat: compute draft steps again in the backward pass instead of keeping their activations: less memory, a third
-    more time. teacher_chunk: tokens whose full-vocabulary logits of the target exist at a time.
+    more time. teacher_chunk: tokens of a device whose logits exist at a time (on a CPU at most 128).
     feature_loss: weight of the distance between the draft's output and the target's last hidden state one token on.
     EAGLE-3 trains without it (0); with little data it helps (docs/experiments.md).
     target_hub_id: the name under which servers load the target, where the path is no hub name (a GGUF, a local copy).

@@ -19,6 +19,9 @@ from eagle3_jax.training.loss import (
     ttt_loss,
 )
 
+supervised_slots = jax.jit(supervised, static_argnums=2)  # compiled once for all examples
+acceptance_counts, loss_of = jax.jit(acceptance), jax.jit(ttt_loss, static_argnames=("options", "chunk"))
+
 STEPS, ROWS, LENGTH, SIZE = 3, 2, 9, 5
 masks = arrays(bool, (ROWS, LENGTH))
 documents = st.lists(
@@ -57,7 +60,7 @@ def test_kl_of_certain_targets_is_finite_and_zero_when_equal() -> None:
 def test_supervised_slots(mask: np.ndarray, document: list[list[int]]) -> None:
     document = np.asarray(document) - 1  # -1 is padding
     for step in range(STEPS):
-        got = np.asarray(supervised(jnp.asarray(mask), jnp.asarray(document), step))
+        got = np.asarray(supervised_slots(jnp.asarray(mask), jnp.asarray(document), step))
         expected = [[counts(mask[b], document[b], t, step) for t in range(LENGTH - 1)] for b in range(ROWS)]
         np.testing.assert_array_equal(got, expected)
 
@@ -68,7 +71,7 @@ def test_the_loss_is_a_masked_mean_summed_over_decayed_steps() -> None:
     logits = [logits_of(s, ROWS, LENGTH - 1, SIZE) for s in range(STEPS)]
     teacher = logits_of(9, ROWS, LENGTH, SIZE)
     masks, options = (jnp.asarray(mask), jnp.asarray(document)), LossOptions(decay=0.5)
-    total, losses, *_ = ttt_loss(logits, Teacher(teacher), *masks, options, chunk=5)  # 18 tokens
+    total, losses, *_ = loss_of(logits, Teacher(teacher), *masks, options=options, chunk=5)  # 18 tokens
     for step in range(STEPS):
         terms = [
             # slot t of step s is taught by what the target says at token t+1+s
@@ -85,7 +88,7 @@ def test_slots_that_do_not_count_get_no_gradient_even_when_not_finite() -> None:
     mask = jnp.zeros((1, LENGTH), bool).at[0, 4].set(True)
     logits = logits_of(0, 1, LENGTH - 1, SIZE).at[0, 0].set(1e30)
     teacher = logits_of(1, 1, LENGTH, SIZE)
-    gradient = jax.grad(lambda x: ttt_loss([x], Teacher(teacher), mask, jnp.zeros((1, LENGTH), jnp.int32))[0])(logits)
+    gradient = jax.grad(lambda x: loss_of([x], Teacher(teacher), mask, jnp.zeros((1, LENGTH), jnp.int32))[0])(logits)
     assert np.flatnonzero(np.abs(gradient).max((0, 2))).tolist() == [3]  # the slot that reads token 4
 
 
@@ -93,7 +96,7 @@ def test_nothing_supervised_is_zero_not_nan() -> None:
     nothing = jnp.zeros((1, LENGTH), bool)
     documents = jnp.zeros((1, LENGTH), jnp.int32)
     logits, teacher = logits_of(0, 1, LENGTH - 1, SIZE), Teacher(logits_of(1, 1, LENGTH, SIZE))
-    total, gradient = jax.value_and_grad(lambda x: ttt_loss([x], teacher, nothing, documents)[0])(logits)
+    total, gradient = jax.value_and_grad(lambda x: loss_of([x], teacher, nothing, documents)[0])(logits)
     assert total == 0 and not gradient.any()
     empty = acceptance(jnp.ones((2, 1, LENGTH - 1), bool), nothing, documents)
     assert empty.total.tolist() == [0, 0]
@@ -127,7 +130,7 @@ def test_a_hit_is_the_targets_own_choice_as_a_target_id() -> None:
 @given(arrays(bool, (STEPS, ROWS, LENGTH - 1)), masks, documents)
 def test_acceptance_counts(right: np.ndarray, mask: np.ndarray, document: list[list[int]]) -> None:
     document = np.asarray(document) - 1
-    got = acceptance(jnp.asarray(right), jnp.asarray(mask), jnp.asarray(document))
+    got = acceptance_counts(jnp.asarray(right), jnp.asarray(mask), jnp.asarray(document))
     for step in range(STEPS):
         full = total = before = 0
         for b, t in np.ndindex(ROWS, LENGTH - 1):
@@ -146,17 +149,16 @@ def test_a_packed_row_counts_what_its_documents_count_alone() -> None:
     logits = [logits_of(s, 1, row - 1, SIZE) for s in range(STEPS)]
     teacher, d2t = logits_of(9, 1, row, SIZE), jnp.arange(SIZE)
     choice = jnp.argmax(teacher, axis=-1)
-    _, losses, choices, preferred = ttt_loss(logits, Teacher(teacher), jnp.asarray(mask), jnp.asarray(document))
+    _, losses, choices, preferred = loss_of(logits, Teacher(teacher), jnp.asarray(mask), jnp.asarray(document))
     np.testing.assert_array_equal(preferred[mask], choice[mask])
-    together = acceptance(hits(choices, choice, d2t), jnp.asarray(mask), jnp.asarray(document))
-    part_acceptance, part_loss = jax.jit(acceptance), jax.jit(ttt_loss)
+    together = acceptance_counts(hits(choices, choice, d2t), jnp.asarray(mask), jnp.asarray(document))
     sums, kl = np.zeros((3, STEPS), int), np.zeros((2, STEPS))
     for begin, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
         part = slice(begin, begin + length)
         alone = [step[:, begin : begin + length - 1] for step in logits]
         zeros = jnp.zeros((1, length), jnp.int32)
-        _, part_losses, choices, _ = part_loss(alone, Teacher(teacher[:, part]), jnp.asarray(mask[:, part]), zeros)
-        sums += np.asarray(part_acceptance(hits(choices, choice[:, part], d2t), jnp.asarray(mask[:, part]), zeros))
+        _, part_losses, choices, _ = loss_of(alone, Teacher(teacher[:, part]), jnp.asarray(mask[:, part]), zeros)
+        sums += np.asarray(acceptance_counts(hits(choices, choice[:, part], d2t), jnp.asarray(mask[:, part]), zeros))
         weights = np.array([supervised(jnp.asarray(mask[:, part]), zeros, s).sum() for s in range(STEPS)])
         kl += np.stack([np.asarray(part_losses) * weights, weights])
     np.testing.assert_array_equal(np.asarray(together), sums)

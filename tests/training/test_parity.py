@@ -4,6 +4,9 @@ On the target's own greedy answers in float32, the draft tokens of the training 
 what `generate` proposes and accepts, round by round.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -68,14 +71,16 @@ def served(world, trained) -> Served:
 
 
 @pytest.fixture(scope="module")
-def results(served) -> dict[int, list[e3.Result]]:
-    """What `generate` does with chains of several depths, all prompts as one ragged batch."""
-    return {
-        depth: e3.generate(
+def results(served) -> Callable[[int], list[e3.Result]]:
+    """What `generate` does with chains of a depth, all prompts as one ragged batch."""
+
+    @functools.cache
+    def get(depth: int) -> list[e3.Result]:
+        return e3.generate(
             served.world.target, served.draft, served.prompts, ANSWER, f"chain:{depth}", stop_token_ids=()
         )
-        for depth in (1, 3, DEEPEST)
-    }
+
+    return get
 
 
 def assert_parity(served: Served, depth: int, walks: list[list[int]], results: dict[int, e3.Result]) -> None:
@@ -92,9 +97,9 @@ def assert_parity(served: Served, depth: int, walks: list[list[int]], results: d
 
 @pytest.mark.parametrize("depth", [1, 3, DEEPEST])
 def test_walk_and_drafts_are_those_of_generate(served, results, depth) -> None:
-    counts = {accepted for result in results[depth] for accepted in result.accepted}
+    counts = {accepted for result in results(depth) for accepted in result.accepted}
     assert {0, depth} <= counts and len(counts) >= min(depth + 1, 4)  # the draft is neither useless nor perfect
-    assert_parity(served, depth, served.walks(served.hits[:depth]), dict(enumerate(results[depth])))
+    assert_parity(served, depth, served.walks(served.hits[:depth]), dict(enumerate(results(depth))))
 
 
 def test_a_single_request_too(served) -> None:
@@ -112,7 +117,7 @@ def test_an_answer_that_ends_has_the_same_rounds(served, results, depth) -> None
         mask[row, start + len(prompt) + ANSWER :] &= (
             served.packed.document_ids[row, start + len(prompt) + ANSWER :] != (served.packed.document_ids[row, start])
         )
-    for walked, result in zip(served.walks(served.hits[:depth], mask), results[depth], strict=True):
+    for walked, result in zip(served.walks(served.hits[:depth], mask), results(depth), strict=True):
         assert len(walked) == len(result.accepted) and walked[:-1] == result.accepted[:-1]
         assert walked[-1] <= result.accepted[-1]  # all but the first token after the end is unknown to the walk
 
@@ -134,7 +139,7 @@ def test_hits_of_the_neighbouring_slot_are_not_it(served, results) -> None:
     for by in (-1, 1):
         with pytest.raises(AssertionError):
             walks = served.walks(np.roll(served.hits, by, axis=2)[:3])
-            assert_parity(served, 3, walks, dict(enumerate(results[3])))
+            assert_parity(served, 3, walks, dict(enumerate(results(3))))
 
 
 def test_features_in_another_order_are_not_it(served, results) -> None:
@@ -142,4 +147,4 @@ def test_features_in_another_order_are_not_it(served, results) -> None:
     for arrays in ((b, a, c), (a, c, b), (c, b, a)):
         swapped = served.features._replace(taps=e3.Taps(arrays, served.draft.taps))
         with pytest.raises(AssertionError):
-            assert_parity(served, 3, served.walks(served.hits_of(swapped)[:3]), dict(enumerate(results[3])))
+            assert_parity(served, 3, served.walks(served.hits_of(swapped)[:3]), dict(enumerate(results(3))))

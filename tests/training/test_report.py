@@ -59,7 +59,7 @@ def test_the_page_stands_alone_and_shows_the_run(world, trained) -> None:
     for chart in (
         "Loss",
         "Simulated tau",
-        "Held-out acceptance of each draft token",
+        "Held-out acceptance by draft token",
         "Learning rate",
         "Tokens a second",
     ):

@@ -125,7 +125,7 @@ def _charts(steps: list[dict[str, Any]]) -> str:
     charts = [
         line_chart("Loss", loss, "step"),
         line_chart("Simulated tau", tau, "step"),
-        line_chart("Held-out acceptance of each draft token", acceptance, "step", y_from_zero=True),
+        line_chart("Held-out acceptance by draft token", acceptance, "step", y_from_zero=True),
         line_chart("Loss of each draft step", by_step, "step"),
         line_chart("Learning rate", [trained("learning_rate", "rate")], "step", y_from_zero=True),
         line_chart("Tokens a second", [trained("tokens_per_second", "tokens/s")], "step", y_from_zero=True),
