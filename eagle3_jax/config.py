@@ -125,8 +125,8 @@ class LossConfig(_Strict):
 
 class TrainingConfig(_Strict):
     """ttt_steps: unrolled draft steps, the loss of step s times step_decay^s. batch_rows: rows an optimiser step,
-    computed in `accumulate` parts one after another (less memory, the same weights; on a CPU in more, small ones). features: see training.features;
-    with stored features `online` reads the files at each step.
+    computed in `accumulate` parts one after another (less memory, the same weights; on a CPU in more, small ones).
+    features: see training.features; with stored features `online` reads the files at each step.
 
     train_head: the draft's head starts as the target's rows; false keeps it so (speculators since 0.5), which
     generalises better from little data.

@@ -30,7 +30,7 @@ from eagle3_jax.bench.machine import describe_machine  # noqa: E402
 
 # The fastest of each on a CPU without bf16 instructions (docs/performance.md).
 OPTIONS = {
-    "ours": {"dtype": "float32"},
+    "ours": {"dtype": "float32", "row": "1024"},
     "speculators": {"dtype": "float32", "attention": "sdpa", "row": "2048"},
     "specjax": {"dtype": "float32"},
 }

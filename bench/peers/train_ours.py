@@ -1,4 +1,7 @@
-"""Our trainer, `eagle3_jax.training.trainer.train` as train.py calls it, taking turns: `train_ours.py JOB.json`."""
+"""Our trainer, `eagle3_jax.training.trainer.train` as train.py calls it, taking turns: `train_ours.py JOB.json`.
+
+Options: dtype (of the target and of computing), row (tokens of a packed row; a step has as many tokens in any case).
+"""
 
 import json
 import sys
@@ -19,7 +22,7 @@ def main() -> None:
     from eagle3_jax.config import Config
     from eagle3_jax.training.trainer import train
 
-    inputs, dtype = job["inputs"], job["options"]["dtype"]
+    inputs, dtype, row = job["inputs"], job["options"]["dtype"], int(job["options"]["row"])
     config = Config.model_validate(
         {
             "name": "peers",
@@ -28,13 +31,13 @@ def main() -> None:
             "data": {
                 "train": f"{inputs}/train.jsonl",
                 "heldout": f"{inputs}/heldout.jsonl",
-                "length": job["length"],
+                "length": row,
             },
             "draft": {"vocab_size": job["vocabulary"]},
             "optimiser": {"name": "adamw", "clip": 1.0, "weight_decay": 0.01},
             "training": {
                 "epochs": 1000,
-                "batch_rows": job["rows"],
+                "batch_rows": job["rows"] * job["length"] // row,
                 "ttt_steps": job["ttt_steps"],
                 "train_head": False,
                 "compute_dtype": dtype,

@@ -24,6 +24,8 @@ class KV(NamedTuple):
 
 
 BLOCK = 512  # queries of a row that attend at a time
+TILE = 128  # queries, and keys, of `tiled_attention`
+_LOWEST = -1e30  # below any score, and finite, so that differences are
 
 # (q, k, v, layer cache, **keywords) -> (output, new layer cache); only the `attend` at hand knows what a cache is.
 Attend = Callable[..., tuple[Array, Any]]
@@ -37,14 +39,25 @@ def empty_cache(
     return tuple(KV(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(layers))
 
 
-def causal(document_ids: Int[Array, "B T"], block: int = BLOCK) -> Attend:
-    """Attention within a packed row: token t sees tokens j <= t of its own document. block: see `by_blocks`."""
+def causal(document_ids: Int[Array, "B T"], block: int = BLOCK, frozen: bool = False) -> Attend:
+    """Attention within a packed row: token t sees tokens j <= t of its own document. block: see `by_blocks`.
+
+    frozen: no gradient will be asked for, so that a CPU may use `tiled_attention` for rows of several tiles.
+    """
 
     def attend(q, k, v, cache, window=None, **how):
-        def part(slots, q):
-            return full_attention(q, k, v, row_mask(slots, document_ids, window), **how)
+        def blocks(q, k, v):
+            def part(slots, q):
+                return full_attention(q, k, v, row_mask(slots, document_ids, window), **how)
 
-        return by_blocks(part, block, row_slots(document_ids), q), cache
+            return by_blocks(part, block, row_slots(document_ids), q)
+
+        def tiles(q, k, v):
+            return tiled_attention(q, k, v, document_ids, window, **how)
+
+        if not frozen or q.shape[1] <= TILE or "sinks" in how:
+            return blocks(q, k, v), cache
+        return jax.lax.platform_dependent(q, k, v, cpu=tiles, default=blocks), cache
 
     return attend
 
@@ -117,6 +130,59 @@ def full_attention(
     if softcap is not None or sinks is not None or v.shape[-1] != k.shape[-1]:
         return own(q, k, v, mask)
     return jax.lax.platform_dependent(*(q, k, v, mask), cpu=own, default=library)
+
+
+def tiled_attention(
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K Dv"],
+    document_ids: Int[Array, "B T"],
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B T N Dv"]:
+    """Attention within packed rows, for each tile of queries over the tiles of keys between the earliest beginning of
+    their documents and themselves: work grows with documents, not with rows. The softmax is summed up on the way
+    (Milakov & Gimelshein 2018). Not differentiable in reverse: how many tiles there are is known when it runs.
+    """
+    length, heads, dtype = q.shape[1], q.shape[2], q.dtype
+    count = -(-length // TILE)
+    padding = [(0, 0), (0, count * TILE - length)]
+    documents = jnp.pad(document_ids, padding, constant_values=-1)
+    q, k, v = (_heads_first(jnp.pad(x, [*padding, (0, 0), (0, 0)]), heads) for x in (q, k, v))
+    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+    of_tiles = documents[:, ::TILE, None] == documents[:, None]
+    first = jnp.min(jnp.argmax(of_tiles, axis=-1), axis=0) // TILE
+
+    def tile(x: Array, i: Int[Array, ""], axis: int) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, i * TILE, TILE, axis)
+
+    def attend(i: Int[Array, ""]) -> Array:
+        """Tile i of the queries, [B, N, TILE, Dv]."""
+        queries, places = tile(q, i, 2), i * TILE + jnp.arange(TILE)
+
+        def add(j: Int[Array, ""], so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            highest, total, out = so_far
+            scores = jnp.einsum("bntd,bnsd->bnts", queries, tile(k, j, 2))
+            keys = j * TILE + jnp.arange(TILE)
+            seen = (places[:, None] >= keys) & in_window(places[:, None], keys, window)
+            seen = seen & (tile(documents, i, 1)[..., None] == tile(documents, j, 1)[:, None])
+            if softcap is not None:
+                scores = softcap * jnp.tanh(scores / softcap)
+            scores = jnp.where(seen[:, None], scores, _LOWEST)
+            top = jnp.maximum(highest, jnp.max(scores, axis=-1))
+            terms, fade = jnp.where(seen[:, None], jnp.exp(scores - top[..., None]), 0.0), jnp.exp(highest - top)
+            mixed = jnp.einsum("bnts,bnsd->bntd", terms, tile(v, j, 2))
+            return top, total * fade + jnp.sum(terms, axis=-1), out * fade[..., None] + mixed
+
+        shape = queries.shape[:-1]
+        nothing = jnp.full(shape, _LOWEST), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1]))
+        _, total, out = jax.lax.fori_loop(first[i], i + 1, add, nothing)
+        return out / total[..., None]
+
+    out = jax.lax.map(attend, jnp.arange(count))  # tiles, B, N, TILE, Dv
+    out = out.transpose(1, 0, 3, 2, 4).reshape(q.shape[0], count * TILE, heads, -1)
+    return out[:, :length].astype(dtype)
 
 
 def attention_weights(

@@ -41,7 +41,9 @@ def run_target(
     """One forward of the target over packed rows; attention and positions restart at each document."""
     model: CausalLM = graph.merge(params)
     lengths = None if model.config.rope_border is None else _document_lengths(document_ids)
-    last, tapped, _ = model(ids, document_positions(document_ids), causal(document_ids), taps=taps, lengths=lengths)
+    last, tapped, _ = model(
+        ids, document_positions(document_ids), causal(document_ids, frozen=True), taps=taps, lengths=lengths
+    )
     return tapped, last
 
 

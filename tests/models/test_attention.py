@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.models.attention import BLOCK, KV, cached, causal, empty_cache
+from eagle3_jax.models.attention import BLOCK, KV, TILE, cached, causal, empty_cache
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -66,3 +66,15 @@ def test_scores_of_a_long_row_take_a_block_of_it() -> None:
     shapes = [jax.ShapeDtypeStruct((1, length, heads, 4), jnp.float32)] * 3
     compiled = jax.jit(jax.grad(loss)).lower(*shapes, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * heads * BLOCK * length)
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 40, "softcap": 5.0, "scale": 0.3}], ids=["plain", "window and softcap"])
+def test_tiles_of_a_row_give_what_the_row_gives_at_once(how) -> None:
+    """Documents that begin within tiles and end in later ones, padding, and a row that is no multiple of a tile."""
+    assert TILE == 128
+    rng, length = np.random.default_rng(0), 300
+    documents = np.stack([np.repeat([0, 1, 2, -1], [50, 150, 60, 40]), np.repeat([0, 1, 2, 3], [130, 10, 150, 10])])
+    q, k, v = (jnp.asarray(rng.standard_normal((2, length, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    once, _ = causal(jnp.asarray(documents))(q, k, v, None, **how)
+    tiles, _ = jax.jit(lambda *x: causal(jnp.asarray(documents), frozen=True)(*x, None, **how))(q, k, v)
+    np.testing.assert_allclose(tiles, once, atol=1e-5)
