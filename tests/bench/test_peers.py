@@ -114,7 +114,7 @@ def test_trainers_are_named_with_options():
     assert peers.parse_trainer("specjax") == ("specjax", {"dtype": "float32"})
     name, options = peers.parse_trainer("speculators:dtype=bfloat16,row=512")
     assert options == peers.OPTIONS[name] | {"dtype": "bfloat16", "row": "512"}
-    for wrong, word in (("specforge", "speculators"), ("ours:row=512", "dtype")):
+    for wrong, word in (("specforge", "speculators"), ("ours:attention=eager", "dtype")):
         with pytest.raises(argparse.ArgumentTypeError, match=word):
             peers.parse_trainer(wrong)
 
