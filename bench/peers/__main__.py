@@ -7,7 +7,8 @@
 One draft step of EAGLE-3 at SmolLM2-135M's shapes, the target's forward included in every step (teacher online):
 three TTT steps, draft vocabulary 8192, KL, AdamW, documents of at most 512 tokens, 2048 tokens a step in rows of the
 length that suits a trainer best (option row; SpecJAX: 4 rows of 512), on as many cores as there are, at most two. Each
-trainer runs in its own environment and process, loads, compiles, takes some steps, and then all take turns; over the turns are printed, with tokens that are no padding. train_*.py say what is not as the peers have it.
+trainer runs in its own environment and process, loads, compiles, takes some steps, and then all take turns; medians
+over the turns are printed, with tokens that are no padding. train_*.py say what is not as the peers have it.
 The environments are made on the first run (minutes, PyTorch and jax) in ~/.cache/eagle3_jax/peers.
 """
 
