@@ -154,11 +154,11 @@ def ttt_loss(
     masks = slot_masks(options, teacher, loss_mask, document_ids, len(states))
     totals = masks.sum((1, 2)).astype(jnp.float32) if totals is None else totals
     shares = at_tokens(list(masks / (totals[:, None, None] + 1e-5)))
-    given = teacher.states, teacher.normaliser, shares
+    given = (teacher.states, teacher.normaliser, shares), teacher.rows, loss_mask
 
-    def part(states, head, taught, normaliser, shares):
+    def part(states, head, rows, taught, normaliser, shares):
         logits = states if head is None else head_logits(states, head)
-        target = teacher.logits(taught)
+        target = teacher._replace(rows=rows).logits(taught)
         loss = jax.vmap(lambda q: divergence(options, target, normaliser, q), in_axes=-2, out_axes=-1)(logits)
         losses = jnp.sum(jnp.where(shares > 0, loss, 0.0) * shares, axis=(0, 1))
         total = sum(options.decay**step * losses[step] for step in range(len(losses)))
@@ -166,28 +166,32 @@ def ttt_loss(
         return total, (losses, (choices, preferred))
 
     @jax.custom_vjp
-    def run(states, head):
+    def run(states, head, given):
+        fixed, rows, wanted = given
+
         def values(tokens):
-            total, (losses, choices) = part(tokens[0], head, *tokens[1])
+            total, (losses, choices) = part(tokens[0], head, rows, *tokens[1])
             return choices, (total, losses)
 
-        choices, (total, losses) = visit(values, (states, given), loss_mask, chunk, groups)
+        choices, (total, losses) = visit(values, (states, fixed), wanted, chunk, groups)
         return Taught(total, losses, *choices)
 
-    def forward(states, head):
+    def forward(states, head, given):
+        fixed, rows, wanted = given
+
         def values(tokens):
             differentiated = jax.value_and_grad(part, argnums=(0, 1), has_aux=True)
-            (total, (losses, choices)), (of_states, of_head) = differentiated(tokens[0], head, *tokens[1])
+            (total, (losses, choices)), (of_states, of_head) = differentiated(tokens[0], head, rows, *tokens[1])
             return (choices, of_states), (total, losses, jax.tree.map(lambda g: g.astype(jnp.float32), of_head))
 
-        (choices, of_states), (total, losses, of_head) = visit(values, (states, given), loss_mask, chunk, groups)
+        (choices, of_states), (total, losses, of_head) = visit(values, (states, fixed), wanted, chunk, groups)
         return Taught(total, losses, *choices), (of_states, jax.tree.map(lambda g, p: g.astype(p.dtype), of_head, head))
 
     def backward(gradients, cotangents):
-        return jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)
+        return *jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients), None
 
     run.defvjp(forward, backward)
-    return run(at_tokens(states), head)
+    return run(at_tokens(states), head, given)
 
 
 def at_tokens(steps: list[Shaped[Array, "B slots ..."]]) -> Shaped[Array, "B T S ..."]:

@@ -142,7 +142,7 @@ def test_prompts_without_room_for_an_answer(world, tmp_path, monkeypatch) -> Non
     with pytest.raises(UserError, match=f"no prompt of the first 8 is at most 9 tokens long, .*{room} / {prompts}"):
         evaluation_prompts(EvaluationConfig(prompts=str(prompts), max_new_tokens=room - 9), target, heldout, {})
     assert evaluation_prompts(EvaluationConfig(prompts="absent", count=0), target, heldout, {}) == []
-    assert evaluation_prompts(EvaluationConfig(), target, heldout, {}) == [[3, 4, 5, 6]]
+    assert evaluation_prompts(EvaluationConfig(max_new_tokens=8), target, heldout, {}) == [[3, 4, 5, 6]]
 
 
 def test_trackers_get_every_number(world, tmp_path, monkeypatch) -> None:
