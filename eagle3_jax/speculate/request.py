@@ -27,8 +27,8 @@ class SamplingParams:
 
     temperature: 0 = greedy. top_p in (0, 1], top_k (0 = off), min_p in [0, 1): tokens at least min_p times as likely
     as the likeliest. repetition_penalty (0.01 to 100, 1 = off): logits of tokens in prompt or answer divided by it if
-    positive, else multiplied. presence_penalty, frequency_penalty (0 = off): subtracted from the logits of tokens in the
-    answer, once, and for each time. logit_bias: {token id: added to its logit}. min_tokens: no stop token before so
+    positive, else multiplied. presence_penalty, frequency_penalty (0 = off): subtracted from the logits of tokens in
+    the answer, once, and for each time. logit_bias: {token id: added to its logit}. min_tokens: no stop token before so
     many. seed: None = a random one. stop_token_ids: None = the target's end tokens, () = never stop.
     """
 
