@@ -31,10 +31,10 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from eagle3_jax.bench.machine import describe_machine  # noqa: E402
 from eagle3_jax.bench.random_pair import SHAPES, RandomPair, noise, random_pair  # noqa: E402
 from eagle3_jax.draft.network import DraftModel  # noqa: E402
 from eagle3_jax.errors import UserError  # noqa: E402
+from eagle3_jax.machine import describe_machine  # noqa: E402
 from eagle3_jax.models.attention import KV, cached  # noqa: E402
 from eagle3_jax.models.decoder import CausalLM  # noqa: E402
 from eagle3_jax.speculate.generate import parse_strategy, round_up  # noqa: E402

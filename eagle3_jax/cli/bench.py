@@ -60,10 +60,10 @@ def bench_command(
     if max(sizes) > len(turns):
         raise UserError(f"--batch {max(sizes)} needs as many prompts, {prompts} gives {len(turns)} / lower it")
     loaded, bound = open_pair(target, draft, dtype, mesh, quantize)
-    from eagle3_jax.bench.machine import describe_machine
     from eagle3_jax.bench.measure import as_strategy, measure, row
     from eagle3_jax.bench.plot import draw
     from eagle3_jax.data.template import prompt_ids
+    from eagle3_jax.machine import describe_machine
     from eagle3_jax.speculate.generate import nonfinite_warning, strategies_of
     from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt
     from eagle3_jax.speculate.strategy import parse_strategy

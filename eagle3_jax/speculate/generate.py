@@ -11,8 +11,8 @@ import numpy as np
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.controller import Controller, menu, trained_acceptance
-from eagle3_jax.speculate.cost import cost_key, known_costs, measure_rounds
+from eagle3_jax.speculate.controller import Controller, menu, trained_acceptance, worthwhile
+from eagle3_jax.speculate.cost import Costs, cost_key, known_costs, measure_rounds
 from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, cut, device_sampling, spread
 from eagle3_jax.speculate.round import UNREAD, Committed, Models, State, Weights, cache_room, next_round, prefill
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled_drafts
@@ -143,7 +143,7 @@ def warm_up(
     if oracle is not None:
         state = _with_oracle(models, state, prompts, oracle, strategies)
     if len(strategies) > 1:
-        _, state = _costs(target, draft, models, weights, strategies, state)
+        strategies, state = _costs(target, draft, models, weights, strategies, state)
     unread = 0
     for shape in strategies:
         state, committed, unread = next_round(models, shape, weights, state, unread)
@@ -207,17 +207,18 @@ def _rounds(
 def _costs(
     target: Target, draft: Draft, models: Models, weights: Weights, strategies: Sequence[Strategy], state: State
 ):
-    """Seconds a round of each strategy in batches like `state`, and the state, which may have been used to measure."""
+    """What a round costs in batches like `state`, of each strategy that is worth having there, and the state, which may
+    have been used to measure."""
     used = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.sampling)]
     drafts = ["sampled drafts"] if any(strategy.sampled for strategy in strategies) else []
-    key = cost_key(target, draft, state.pending.shape[0], state.cache[0].k.shape[2], used + drafts)
+    key = cost_key(target, draft, state.pending.shape[0], used + drafts)
 
-    def measure() -> dict[Strategy, float]:
+    def measure(shapes: list[Strategy]) -> Costs:
         nonlocal state
-        measured, state = measure_rounds(models, weights, strategies, state)
+        measured, state = measure_rounds(models, weights, shapes, state)
         return measured
 
-    return known_costs(key, strategies, measure), state
+    return worthwhile(known_costs(key, state.cache[0].k.shape[2], strategies, measure)), state
 
 
 def strategies_of(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> list[Strategy]:
