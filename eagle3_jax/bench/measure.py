@@ -18,6 +18,7 @@ import numpy as np
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.acceptance import acceptance_by_depth, tau
 from eagle3_jax.speculate.generate import Result, cache_entries, generate, padded_length, strategies_of, warm_up
 from eagle3_jax.speculate.request import SamplingParams
 from eagle3_jax.speculate.strategy import parse_strategy
@@ -37,9 +38,13 @@ class Tally:
         return sum(len(r.tokens) for r in self.results)
 
     @property
+    def accepted(self) -> list[int]:
+        """Draft tokens accepted in each round of each request."""
+        return [accepted for r in self.results for accepted in r.accepted]
+
+    @property
     def tau(self) -> float:
-        accepted = [a for r in self.results for a in r.accepted]
-        return 1.0 + (sum(accepted) / len(accepted) if accepted else 0.0)
+        return tau(sum(self.accepted), len(self.accepted))
 
     @property
     def depth(self) -> int:
@@ -50,11 +55,6 @@ class Tally:
         """Of all rounds, how many were of which strategy."""
         counts = Counter(s for r in self.results for s in r.strategies)
         return {strategy: count / counts.total() for strategy, count in counts.most_common()}
-
-    def acceptance_by_depth(self, depth: int) -> list[float]:
-        """Share of rounds that accepted at least d draft tokens, d = 1..depth."""
-        accepted = [a for r in self.results for a in r.accepted]
-        return [round(sum(a >= d for a in accepted) / max(len(accepted), 1), 4) for d in range(1, depth + 1)]
 
 
 def measure(
@@ -127,7 +127,7 @@ def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:
         "tok_s": round(tally.tokens / tally.seconds, 2),
         "ms_per_token": round(1000 * tally.seconds / tally.tokens, 2),
         "tau": round(tally.tau, 4),
-        "acceptance_by_depth": tally.acceptance_by_depth(tally.depth),
+        "acceptance_by_depth": acceptance_by_depth(tally.accepted, tally.depth),
         "speedup_vs_plain": round((tally.tokens / tally.seconds) / (plain.tokens / plain.seconds), 4),
         "identical_to_plain": identical_share(tally, plain),
     }

@@ -11,6 +11,7 @@ import numpy as np
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.acceptance import tau
 from eagle3_jax.speculate.controller import Controller, menu, trained_acceptance, worthwhile
 from eagle3_jax.speculate.cost import Costs, cost_key, known_costs, measure_rounds
 from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, cut, device_sampling, spread
@@ -34,8 +35,8 @@ class Result:
 
     @property
     def tau(self) -> float:
-        """Mean tokens committed per target verification: 1 + accepted / rounds (spec 7.4)."""
-        return 1.0 + (sum(self.accepted) / len(self.accepted) if self.accepted else 0.0)
+        """Over all rounds, untrimmed."""
+        return tau(sum(self.accepted), len(self.accepted))
 
 
 def generate(
