@@ -8,7 +8,9 @@
 A round has one strategy for all its requests, and their acceptance is counted together.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 from eagle3_jax.draft.draft import Draft
@@ -41,7 +43,7 @@ def trained_acceptance(draft: Draft) -> Rates | None:
 
 def expected_tokens(depth: int, rates: Rates) -> float:
     """Tokens that a round of `depth` levels commits on average."""
-    return 1.0 + sum(math.prod(rates[:d]) for d in range(1, depth + 1))
+    return 1.0 + sum(itertools.accumulate(rates[:depth], operator.mul))
 
 
 def choose(costs: Mapping[Strategy, float], acceptance: Mapping[Strategy, Rates]) -> Strategy:

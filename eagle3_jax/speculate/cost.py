@@ -17,7 +17,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -59,21 +59,21 @@ def known_costs(
     return {strategy: costs[strategy] for strategy in strategies}
 
 
-def time_each(
-    run: Callable[[Strategy], None], strategies: Sequence[Strategy], prepare: Callable[[], None] = lambda: None
-) -> Costs:
-    """The fewest seconds of run(strategy), strategies taking turns, so that what else the machine does counts little. A
-    first turn, which compiles, is not counted, nor is `prepare` before each run. Slow rounds have fewer turns."""
-    seconds, begun = dict.fromkeys(strategies, math.inf), math.inf
+def time_each[Case: Hashable](
+    run: Callable[[Case], None], cases: Sequence[Case], prepare: Callable[[], None] = lambda: None
+) -> dict[Case, float]:
+    """The fewest seconds of run(case), cases taking turns, so that what else the machine does counts little. A first
+    turn, which compiles, is not counted, nor is `prepare` before each run. Slow cases have fewer turns."""
+    seconds, begun = dict.fromkeys(cases, math.inf), math.inf
     for turn in range(1 + _TURNS):
         if turn > _FEWEST_TURNS and time.perf_counter() - begun > _SECONDS:
             break
-        for strategy in strategies:
+        for case in cases:
             prepare()
             begin = time.perf_counter()
-            run(strategy)
+            run(case)
             if turn:
-                seconds[strategy] = min(seconds[strategy], time.perf_counter() - begin)
+                seconds[case] = min(seconds[case], time.perf_counter() - begin)
         begun = min(begun, time.perf_counter())
     return seconds
 

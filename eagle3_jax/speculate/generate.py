@@ -1,8 +1,10 @@
 """`generate`: prompts in, tokens out, plain or speculative; a host loop around the compiled round."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,8 @@ class Result:
     """One request. accepted[i]: draft tokens accepted in round i, before trimming at a stop; drafts[i]: the proposed
     target ids of round i, for a tree those on its best path: the accepted ones and the likeliest below them. The first
     token comes from prefill and belongs to no round. nonfinite_rounds: rounds in which the draft's logits held NaN or
-    infinities, which costs acceptance and nothing else. strategies[i]: of round i, as text."""
+    infinities, which costs acceptance and nothing else. strategies[i]: of round i, as text. seconds: of all rounds of
+    the batch; waited: of these, those in which the host had nothing to do but wait for an outcome."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -32,6 +35,8 @@ class Result:
     drafts: list[list[int]] = field(default_factory=list)
     nonfinite_rounds: int = 0
     strategies: list[str] = field(default_factory=list)
+    seconds: float = field(default=0.0, compare=False)
+    waited: float = field(default=0.0, compare=False)
 
     @property
     def tau(self) -> float:
@@ -101,7 +106,7 @@ def generate(
     limits = _limits(target, prompts, params)
     results = [Result() for _ in prompts]
 
-    models, weights, state, first = _begin(target, draft, prompts, params, strategies)
+    models, weights, state, first = begin(target, draft, prompts, params, strategies)
     if oracle is not None:
         state = _with_oracle(models, state, prompts, oracle, strategies)
     for i, token in enumerate(np.asarray(first)):
@@ -116,8 +121,10 @@ def generate(
         return strategies[0] if controller is None else controller.next(costs)
 
     rounds = _rounds(models, weights, state, choose, ahead=jax.default_backend() != "cpu")
+    begun, waited = time.perf_counter(), 0.0
     while any(r.finish_reason is None for r in results):
-        shape, (tokens, accepted, drafts, finite) = next(rounds)
+        shape, (tokens, accepted, drafts, finite), waiting = next(rounds)
+        waited += waiting
         running = [i for i, result in enumerate(results) if result.finish_reason is None]
         if controller is not None:
             controller.observe(shape, accepted[running].tolist())
@@ -127,6 +134,8 @@ def generate(
             results[i].accepted.append(int(accepted[i]))
             results[i].drafts.append([token for token in drafts[i].tolist() if token >= 0])
             _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)
+    for result in results:
+        result.seconds, result.waited = time.perf_counter() - begun, waited
     return results[0] if single else results
 
 
@@ -140,7 +149,7 @@ def warm_up(
 ) -> None:
     """Compiles all that `generate` needs for such prompts with these settings, and runs each program once."""
     strategies, params = strategies_of(strategy, draft), spread(sampling, len(prompts))
-    models, weights, state, _ = _begin(target, draft, prompts, params, strategies)
+    models, weights, state, _ = begin(target, draft, prompts, params, strategies)
     if oracle is not None:
         state = _with_oracle(models, state, prompts, oracle, strategies)
     if len(strategies) > 1:
@@ -151,15 +160,26 @@ def warm_up(
         jax.block_until_ready(committed)
 
 
-def _begin(target: Target, draft: Draft | None, prompts, params: Sequence[SamplingParams], strategies: list[Strategy]):
-    """The pair, the state after reading the prompts, and the first token of each."""
+class Begun(NamedTuple):
+    """A batch whose prompts have been read. first: int32 [B], the first new token of each."""
+
+    models: Models
+    weights: Weights
+    state: State
+    first: jax.Array
+
+
+def begin(
+    target: Target, draft: Draft | None, prompts, params: Sequence[SamplingParams], strategies: Sequence[Strategy]
+) -> Begun:
+    """Reads the prompts of a batch whose rounds will be of these strategies."""
     models, weights = pair(target, draft if any(shape.depth for shape in strategies) else None)
     ids, lengths = pad_prompts(prompts)
     limits = _limits(target, prompts, params)
     entries = cache_entries(target, prompts, limits, *strategies)
     sampling, reach = device_sampling(target, prompts, params), reach_of(target, prompts, limits)
     state, first = prefill(models, entries, weights, ids, lengths, sampling, reach)
-    return models, weights, state, first
+    return Begun(models, weights, state, first)
 
 
 def _limits(target: Target, prompts, params: Sequence[SamplingParams]) -> list[int]:
@@ -189,8 +209,9 @@ def _with_oracle(
 
 def _rounds(
     models: Models, weights: Weights, state: State, choose: Callable[[], Strategy], ahead: bool
-) -> Iterator[tuple[Strategy, Committed]]:
-    """Outcomes of one round after the other, fetched, without end, each with the strategy that was chosen for it.
+) -> Iterator[tuple[Strategy, Committed, float]]:
+    """Outcomes of one round after the other, fetched, without end, each with the strategy that was chosen for it and
+    the seconds that the host waited for it.
 
     ahead: the next round is dispatched before an outcome is fetched, so that an accelerator need not wait for the host.
     Whoever stops asking leaves one round unused.
@@ -202,7 +223,8 @@ def _rounds(
         state, committed, unread = next_round(models, strategy, weights, state, unread)
         dispatched.append((strategy, committed))
         if len(dispatched) > ahead:
-            yield jax.device_get(dispatched.popleft())
+            (strategy, committed), begun = dispatched.popleft(), time.perf_counter()
+            yield strategy, jax.device_get(committed), time.perf_counter() - begun
 
 
 def _costs(
