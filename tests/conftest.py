@@ -90,6 +90,7 @@ EXTENDED = (
     "tests/speculate/test_chain.py::test_training_predicts_what_serving_proposes[normout]",
     "tests/speculate/test_chain.py::test_training_predicts_what_an_untrained_draft_proposes",
     "tests/speculate/test_controller.py::test_never_much_slower_than_plain_and_as_fast_as_the_best[trained1",
+    "tests/speculate/test_distribution.py::test_at_each_setting_with_drafts_of_every_quality",
     "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[chain:2-sampled drafts]",
     "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[tree:2x2x5-point masses]",
     "tests/speculate/test_lossless.py::test_a_seed_gives_the_same_text_with_any_settings[tree",

@@ -53,7 +53,7 @@ def bench_command(
     names = list(dict.fromkeys(name.strip() for name in strategies.split(",")))  # each once
     if not all(size.strip().isdecimal() and int(size) > 0 for size in batch.split(",")):
         raise UserError(f"--batch {batch} / give sizes like 1,4,8")
-    sizes = [int(size) for size in batch.split(",")]
+    sizes = list(dict.fromkeys(int(size) for size in batch.split(",")))
     from eagle3_jax.data.records import read_prompts
 
     turns = read_prompts(prompts)[:limit]

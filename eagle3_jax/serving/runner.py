@@ -130,7 +130,8 @@ class Runner:
             self._catch_up(np.asarray(nowhere, np.int32))
             jax.block_until_ready(self._state.length)
 
-        key = cost_key(self._target, self._draft, size, ["slots", str(self._slots)])
+        # All programs are compiled here anyway, so that costs need not be those of caches of another length.
+        key = cost_key(self._target, self._draft, size, ["slots", str(self._slots), "entries", str(self.entries)])
         return known_costs(key, self.entries, self._known, lambda shapes: time_each(run, shapes, prepare))
 
     def has_room(self, strategy: Strategy) -> bool:

@@ -16,7 +16,15 @@ from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.acceptance import tau
 from eagle3_jax.speculate.controller import Controller, menu, trained_acceptance, worthwhile
 from eagle3_jax.speculate.cost import Costs, cost_key, known_costs, measure_rounds
-from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, cut, device_sampling, spread
+from eagle3_jax.speculate.request import (
+    SamplingParams,
+    check_params,
+    check_prompt,
+    cut,
+    device_sampling,
+    spread,
+    token_ids,
+)
 from eagle3_jax.speculate.round import UNREAD, Committed, Models, State, Weights, cache_room, next_round, prefill
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled_drafts
 
@@ -85,8 +93,8 @@ def generate(
     The draft may be used beyond its own context window: positions are computed, not looked up, so that its tokens may
     be accepted less often there, and nothing else. Raises UserError on an impossible request.
     """
-    single = len(prompt_ids) > 0 and not isinstance(prompt_ids[0], (Sequence, np.ndarray))
-    prompts = [list(map(int, p)) for p in ([prompt_ids] if single else prompt_ids)]
+    single = len(prompt_ids) > 0 and np.ndim(prompt_ids[0]) == 0
+    prompts = [token_ids(prompt) for prompt in ([prompt_ids] if single else prompt_ids)]
     if not prompts:
         raise UserError("no prompt was given / pass at least one list of token ids")
     keywords = SamplingParams(
