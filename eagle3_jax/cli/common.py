@@ -44,7 +44,7 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        help="Devices to spread both models over, as tensor=4 or fsdp=2,tensor=2.",
+        help="Devices to spread the models over, as tensor=4 or fsdp=2,tensor=2.",
         show_default="one device",
     ),
 ]
@@ -84,12 +84,13 @@ def start_jax(dtype: DType) -> None:
         note(f"warning: bfloat16 on CPU is about ten times slower with jax {jax.__version__} than with 0.12 or newer")
 
 
-def open_target(name: str, dtype: DType, quantize: Quantize | None = None) -> "Target":
-    """Starts JAX and loads a target. Raises UserError if there is no such target."""
+def open_target(name: str, dtype: DType, quantize: Quantize | None = None, mesh: str | None = None) -> "Target":
+    """Starts JAX and loads a target onto the devices of the mesh. Raises UserError if there is no such target, or for a
+    mesh that is none."""
     start_jax(dtype)
     from eagle3_jax.models.target import load_target
 
-    return load_target(name, dtype, quantize=quantize)
+    return load_target(name, dtype, mesh=mesh, quantize=quantize)
 
 
 def open_pair(
