@@ -4,13 +4,13 @@ import json
 import logging
 import os
 import sys
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import write_whole
 
 if TYPE_CHECKING:
     from eagle3_jax.draft.draft import Draft
@@ -141,11 +141,7 @@ def write_json(path: Path | None, content: Any) -> None:
     """Writes the file whole or not at all; does nothing for None. Raises UserError if it cannot be written."""
     if path is None:
         return
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        temporary.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write JSON / {path} / {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
