@@ -72,8 +72,8 @@ def bench_command(
         if name != "auto":
             parse_strategy(as_strategy(name))
     check_params(SamplingParams(max_new_tokens, temperature), loaded.config.vocab_size)
-    tokenizer = loaded.require_tokenizer()
-    ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}]) for turn in turns]
+    tokenizer, template = loaded.require_tokenizer(), {} if bound is None else bound.chat_template
+    ids = [prompt_ids(tokenizer, [{"role": "user", "content": turn[0]}], template=template) for turn in turns]
     for number, prompt in enumerate(ids, start=1):  # as in the file; now, and not when it is its turn
         check_prompt(number, prompt, loaded)
     warn_of_pair(loaded, bound)

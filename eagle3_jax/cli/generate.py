@@ -61,7 +61,7 @@ def generate_command(
     from eagle3_jax.speculate.generate import generate, nonfinite_warning
     from eagle3_jax.speculate.request import SamplingParams
 
-    ids = _prompt_ids(loaded, text, raw)
+    ids = _prompt_ids(loaded, text, raw, {} if pair is None else pair.chat_template)
     warn_of_pair(loaded, pair)
     vocabulary = Vocabulary(loaded.tokenizer)
     printer = _Printer(vocabulary)
@@ -95,7 +95,7 @@ def _read_prompt(prompt: str) -> str:
     return text
 
 
-def _prompt_ids(target: "Target", text: str, raw: bool) -> list[int]:
+def _prompt_ids(target: "Target", text: str, raw: bool, template: dict[str, Any]) -> list[int]:
     from eagle3_jax.data.template import prompt_ids, text_ids
 
     tokenizer = target.require_tokenizer()
@@ -103,7 +103,7 @@ def _prompt_ids(target: "Target", text: str, raw: bool) -> list[int]:
         return text_ids(tokenizer, text)
     if not tokenizer.chat_template:
         raise UserError(f"the target has no chat template / {target.path} / use --raw, or an instruct model")
-    return prompt_ids(tokenizer, [{"role": "user", "content": text}])
+    return prompt_ids(tokenizer, [{"role": "user", "content": text}], template=template)
 
 
 class _Printer:

@@ -70,7 +70,7 @@ def serve_command(
         list[str] | None, typer.Option(help="A page's origin that may call the server; may be given more than once.")
     ] = None,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="How long running answers may go on after SIGTERM or Ctrl-C.")
+        float, typer.Option(min=0, max=86400, help="How long running answers may go on after SIGTERM or Ctrl-C.")
     ] = 30,
 ) -> None:
     """Serves an OpenAI API (chat and completions), a page at / and Prometheus metrics at /metrics."""
@@ -94,8 +94,9 @@ def serve_command(
         engine = Engine(loaded, bound, Settings(count, length, strategy, listed, queue, chunk))
         model = {"vocab_size": loaded.config.vocab_size, "eos_token_ids": loaded.eos_token_ids, "max_len": length}
         limits = {"timeout": timeout, "most_requests": count + queue}
+        template = {} if bound is None else bound.chat_template
         name = model_name or served_name(target, loaded)
-        service = Service(engine, loaded.require_tokenizer(), name, **model, **limits)
+        service = Service(engine, loaded.require_tokenizer(), name, **model, **limits, template=template)
         if api_key is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             note(f"warning: anyone who reaches {host} can use this server / give --api-key")
         for line in _facts(loaded, bound, engine):
@@ -133,7 +134,7 @@ def _sizes(
 ) -> tuple[int, int]:
     """Slots and the most tokens of each."""
     from eagle3_jax.serving.cache import slots_for
-    from eagle3_jax.serving.runner import slot_room
+    from eagle3_jax.serving.strategies import slot_room
     from eagle3_jax.speculate.strategy import parse_strategy
 
     length = max_len or min(2048, target.config.max_positions)
@@ -166,6 +167,9 @@ def _facts(target: "Target", draft: "Draft | None", engine: Any) -> list[str]:
         lines.append("no draft: plain decoding")
     else:
         lines.append(f"draft taps {draft.taps.words(target.num_layers)}; strategies {', '.join(engine.strategies)}")
+    if draft is not None and draft.chat_template:
+        variables = ", ".join(f"{name}={value}" for name, value in draft.chat_template.items())
+        lines.append(f"chats are rendered with {variables}, as in the draft's training, unless requests say otherwise")
     size = engine.stats().kv_bytes / 2**20
     settings = engine.settings
     lines.append(f"{settings.slots} slots of {settings.max_len} tokens: {size:.0f} MiB of keys and values")

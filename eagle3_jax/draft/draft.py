@@ -47,6 +47,13 @@ class Draft:
         return self.params["layers"][0]["self_attn"]["q_proj"]["weight"].dtype
 
     @property
+    def chat_template(self) -> dict[str, Any]:
+        """Variables that chats were rendered with in training, besides the messages: serving must use the same."""
+        training = self.facts.get("training")
+        variables = training.get("chat_template") if isinstance(training, dict) else None
+        return variables if isinstance(variables, dict) else {}
+
+    @property
     def missing(self) -> list[str]:
         """Parts that the file lacks and only a target can lend: its embedding, head or final norm."""
         parts = ["embed_tokens", "lm_head"] + ["target_norm"] * (not self.config.use_aux_hidden_state)

@@ -18,6 +18,8 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.target import Target
 
+_WORTH_A_COPY = 16  # tokens: a copy moves the caches of a whole slot, about as long as reading so many takes
+
 
 @dataclass(eq=False)
 class Slot:
@@ -50,11 +52,13 @@ class Place(NamedTuple):
 
 
 class SlotCache:
-    """All slots. drafts: whether there is a draft, whose cache must hold a prefix as well."""
+    """All slots. drafts: whether there is a draft, whose cache must hold a prefix as well. queries, hits: tokens of all
+    prompts that got a slot, and of these those that need not be read."""
 
     def __init__(self, slots: int, drafts: bool, reuse: bool):
         self._slots = [Slot(row) for row in range(slots)]
         self._drafts, self._reuse, self._given_back = drafts, reuse, 0
+        self.queries = self.hits = 0
 
     @property
     def free(self) -> list[Slot]:
@@ -67,29 +71,47 @@ class SlotCache:
         return sum(slot.read for slot in self._slots if slot.busy)
 
     def take(self, prompt: Sequence[int]) -> Place:
-        """A free slot for a prompt, with as much of it as some slot holds.
+        """A free slot for a prompt, with as much of it as is worth having of what slots hold.
 
-        That slot itself if it is free and holds little else; otherwise the one freed first, and the prefix is copied.
+        The free slot that holds most, if little else is in it; otherwise the one freed first, to which the prefix is
+        copied from any slot.
         """
         chosen, source, shared = self.free[0], None, 0
         if self._reuse:
             wanted = np.asarray(prompt, np.int32)
-            counts = [self._shared(slot, wanted) for slot in self._slots]
-            shared = max(counts)
-            best = self._slots[counts.index(shared)]
-            if shared and not best.busy and 2 * shared >= best.read:
+            counts = {slot: self._shared(slot, wanted) for slot in self._slots}
+            # Among equals one that is free, for nothing need be copied; of these the one of which least is lost.
+            best = max(self._slots, key=lambda slot: (counts[slot], not slot.busy, -slot.read))
+            if not best.busy and 2 * counts[best] >= best.read:
                 chosen = best
-            elif shared and best is not chosen:
-                source = best.row
+            shared = counts[chosen]
+            if counts[best] >= shared + _WORTH_A_COPY:
+                source, shared = best.row, counts[best]
         chosen.text, chosen.read, chosen.draft_read, chosen.busy = list(prompt), shared, shared, True
+        self.queries, self.hits = self.queries + len(prompt), self.hits + shared
         return Place(chosen, source)
 
+    def awaits(self, prompt: Sequence[int]) -> bool:
+        """Whether a slot will soon hold much more of a prompt than any does now: its own, which begins in the same way,
+        is being read."""
+        reading = [slot for slot in self._slots if slot.busy and len(slot.text) - slot.read >= _WORTH_A_COPY]
+        if not (self._reuse and reading):
+            return False
+        wanted = np.asarray(prompt, np.int32)
+        now = max(self._shared(slot, wanted) for slot in self._slots)
+        soon = [self._usable(slot, wanted, len(slot.text), len(slot.text)) for slot in reading]
+        return any(then - max(now, slot.read) >= _WORTH_A_COPY for slot, then in zip(reading, soon, strict=True))
+
     def _shared(self, slot: Slot, prompt: np.ndarray) -> int:
-        """How many first tokens of `prompt` need not be read again. At least one always is, for its logits."""
-        size = min(slot.read, len(prompt))
+        """How many first tokens of `prompt` need not be read again."""
+        return self._usable(slot, prompt, slot.read, slot.draft_read)
+
+    def _usable(self, slot: Slot, prompt: np.ndarray, read: int, draft_read: int) -> int:
+        """The same with so much of a slot's text in the caches. At least one token is read, for its logits."""
+        size = min(read, len(prompt))
         apart = np.flatnonzero(np.asarray(slot.text[:size], np.int32) != prompt[:size])
         equal = int(apart[0]) if len(apart) else size
-        usable = min(equal - 1, slot.draft_read) if self._drafts else equal
+        usable = min(equal - 1, draft_read) if self._drafts else equal
         return max(0, min(usable, len(prompt) - 1))
 
     def give_back(self, slot: Slot) -> None:

@@ -3,16 +3,16 @@
     take what callers ask for (`stream`, `cancel`)  ->  scheduler: who runs  ->  runner: run it  ->  deliver Deltas
 
 Callers live in asyncio loops; a Delta reaches theirs through `call_soon_threadsafe`. What goes wrong with one request
-(logits that are not finite, its grammar raising) ends that request alone; anything else ends the thread, visibly.
+(logits that are not finite, its grammar raising, a strategy of its own that cannot be compiled) ends that request
+alone; anything else ends the thread, visibly.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,29 +31,14 @@ from eagle3_jax.serving.requests import (
 )
 from eagle3_jax.serving.runner import Outcome, Runner
 from eagle3_jax.serving.scheduler import Chunk, Round, Scheduler, Sequence
+from eagle3_jax.serving.strategies import AUTO, Strategies
 from eagle3_jax.speculate.controller import Controller, trained_acceptance
-from eagle3_jax.speculate.request import check_params, check_prompt, cut, spread
+from eagle3_jax.speculate.request import bias_row, check_params, check_prompt, cut, spread
 from eagle3_jax.speculate.scores import MOST_LIKELIEST
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy
 
 _log = logging.getLogger("eagle3_jax.serving")
-_AUTO = "auto"
-_MENU = ("chain:1", "chain:2", "chain:3")  # what "auto" chooses from besides plain where nothing is named
-_MOST_STRATEGIES = 16  # compiled at start and named by requests later: programs stay in memory
-
-
-@dataclass
-class _Counts:
-    prompt_tokens: int = 0
-    prefix_hits: int = 0
-    generated: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted_at: list[int] = field(default_factory=list)
-    finished: Counter = field(default_factory=Counter)
-    seconds: float = 1.0  # a request's running time, a moving average
-    running: int = 0
-    kv_tokens: int = 0
+_LAST_STEP = 3.0  # seconds that the step in which a drain ends may still take
 
 
 class Engine:
@@ -72,15 +57,16 @@ class Engine:
         self.settings = settings
         self.state, self.error = "warming", None
         self._target, self._draft = target, draft
-        self.strategies = _compiled(draft, settings)
-        self._runner = Runner(target, draft, settings.slots, settings.max_len, settings.chunk, self.strategies)
+        self._strategies = Strategies(draft, settings)
+        known = tuple(self._strategies.known.values())
+        self._runner = Runner(target, draft, settings.slots, settings.max_len, settings.chunk, known)
         border = target.config.rope_border  # keys of a text that may pass it are no prefix of one that will not
         reuse = settings.prefix_reuse and (border is None or settings.max_len <= border)
-        cache = SlotCache(settings.slots, draft is not None, reuse)
-        self._scheduler, self._cache = Scheduler(cache, settings.chunk), cache
-        depth = max(strategy.depth for strategy in self.strategies.values())
+        self._cache = SlotCache(settings.slots, draft is not None, reuse)
+        self._scheduler = Scheduler(self._cache, settings.chunk)
+        depth = self._strategies.depth
         self._controller = Controller(depth, trained_acceptance(draft)) if depth else None
-        self._counts = _Counts()
+        self._seconds = 1.0  # a request's running time, a moving average
         self._changed = threading.Condition()  # guards the next four
         self._inbox: list[Sequence] = []
         self._live: dict[str, Sequence] = {}
@@ -89,13 +75,18 @@ class Engine:
 
     # What callers ask, from any thread.
 
+    @property
+    def strategies(self) -> dict[str, Strategy]:
+        """Those that are compiled, or will be by the first rounds of a request that waits."""
+        return self._strategies.known
+
     def start(self) -> None:
         """Starts the thread, which compiles every program and is then ready."""
         self._thread.start()
 
     def check(self, request: Request) -> None:
         """Raises UserError, with the numbers, for a request that can never be served."""
-        self._strategy_of(request)
+        self._strategies.of(request)
         check_prompt(0, list(request.prompt), self._target)
         check_params(request.params, self._target.config.vocab_size)
         if len(request.prompt) >= self.settings.max_len:
@@ -132,7 +123,11 @@ class Engine:
             self._cancel(sequence)
 
     async def drain(self, seconds: float | int) -> None:
-        """Takes no more requests, lets the running ones finish, cancels them after `seconds`; then the thread ends."""
+        """Takes no more requests, lets the running ones finish, cancels them after `seconds`; then the thread ends.
+
+        A thread that is in the middle of a long program by then, as when it compiles, is left to itself a little later:
+        the state stays "draining".
+        """
         with self._changed:
             self._accepting = False
             if self.state in ("warming", "ready"):
@@ -141,61 +136,31 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot."""
-        counts = self._counts
+        running = self._scheduler.running
         return EngineStats(
-            running=counts.running,
-            waiting=max(0, len(self._live) - counts.running),
-            slots=self.settings.slots,
-            kv_tokens_used=counts.kv_tokens,
+            running=running,
+            waiting=max(0, len(self._live) - running),
+            kv_tokens_used=self._cache.tokens,
             kv_tokens_total=self.settings.slots * self.settings.max_len,
             kv_bytes=self._runner.entries * self.settings.slots * sum(bytes_per_token(self._target, self._draft)),
-            prompt_tokens_total=counts.prompt_tokens,
-            prefix_hit_tokens_total=counts.prefix_hits,
-            generated_tokens_total=counts.generated,
-            rounds_total=counts.rounds,
-            draft_tokens_total=counts.drafted,
-            accepted_tokens_total=sum(counts.accepted_at),
-            accepted_per_position=tuple(counts.accepted_at),
-            finished=dict(counts.finished),
+            prefix_queries_total=self._cache.queries,
+            prefix_hits_total=self._cache.hits,
         )
-
-    def _strategy_of(self, request: Request) -> str:
-        name = self.settings.strategy if request.strategy is None else request.strategy
-        strategy = None if name == _AUTO else parse_strategy(name)
-        if self._draft is None and request.strategy is not None and strategy is not None and strategy.depth:
-            raise UserError(f"strategy {name} needs a draft / this server has none: use plain")
-        if self._draft is None or request.grammar is not None:
-            return "plain"  # a grammar says what may come after a token only when that token is committed
-        if strategy is None:
-            return "plain" if self._controller is None else _AUTO
-        if strategy.text not in self.strategies:
-            self._check_new(strategy)
-        return strategy.text
-
-    def _check_new(self, strategy: Strategy) -> None:
-        """A strategy that nothing was compiled for is compiled by its first rounds, if it fits into the slots."""
-        has = f"this server has auto, {', '.join(self.strategies)}"
-        _check_width(strategy, self._draft)
-        if not self._runner.has_room(strategy):
-            raise UserError(f"strategy {strategy.text} reads more tokens a round than fit into a slot here / {has}")
-        if len(self.strategies) >= _MOST_STRATEGIES:
-            raise UserError(f"strategy {strategy.text} is not compiled, and no more will be / {has}")
 
     def _submit(self, request: Request, deliver: Callable[[Delta], None]) -> Sequence:
         params, settings = spread(request.params, 1)[0], self.settings
         request = replace(request, params=params)  # with a seed of its own if it had none
         room = min(params.max_new_tokens, settings.max_len - len(request.prompt))
-        strategy = self._strategy_of(request)
+        strategy = self._strategies.of(request)
         sequence = Sequence(request, strategy, params.stops(self._target), room, deliver)
         with self._changed:
             if not self._accepting:
                 raise EngineStopped(self.error or "the server is shutting down / ask another one")
             if len(self._live) >= settings.slots + settings.queue:
-                raise QueueFull(max(1.0, self._counts.seconds * (1 + settings.queue / settings.slots) / 2))
+                raise QueueFull(max(1.0, self._seconds * (1 + settings.queue / settings.slots) / 2))
             if request.request_id in self._live:
                 raise UserError(f"request id {request.request_id!r} is in use / give each request its own")
-            if strategy != _AUTO:
-                self.strategies.setdefault(strategy, parse_strategy(strategy))
+            self._strategies.add(strategy)
             self._live[request.request_id] = sequence
             self._inbox.append(sequence)
             self._changed.notify_all()
@@ -214,7 +179,17 @@ class Engine:
             self._leave = True
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_LAST_STEP)
+        for sequence in self._forget_all():
+            _tell(sequence, Delta((), (), finish_reason="cancelled"))
+
+    def _forget_all(self) -> list[Sequence]:
+        """The requests that are left, which nobody is going to run."""
+        with self._changed:
+            left, self._inbox = list(self._live.values()), []
+            self._live.clear()
+            self._changed.notify_all()
+        return left
 
     # The thread.
 
@@ -233,10 +208,7 @@ class Engine:
             self.state = "dead"
         with self._changed:
             self._accepting = False
-            left, self._inbox = list(self._live.values()), []
-            self._live.clear()
-            self._changed.notify_all()
-        for sequence in left:
+        for sequence in self._forget_all():
             _tell(sequence, Delta((), (), finish_reason="error", error=self.error))
 
     def _take_inbox(self) -> bool:
@@ -261,7 +233,6 @@ class Engine:
                 self._read(chunk)
             case Round() as round_:
                 self._round(round_)
-        self._counts.running, self._counts.kv_tokens = self._scheduler.running, self._cache.tokens
 
     def _begin(self, sequence: Sequence, place: Place, now: float) -> None:
         request, row = sequence.request, place.slot.row
@@ -270,8 +241,8 @@ class Engine:
             self._runner.copy(place.copy_from, row)
         unusual = self._runner.set_sampling(row, request.prompt, request.params)
         sequence.everything = unusual or request.logprobs is not None or request.grammar is not None
-        self._counts.prompt_tokens += len(request.prompt)
-        self._counts.prefix_hits += place.slot.read
+        if request.grammar is not None:
+            sequence.bias = bias_row(request.params.logit_bias, self._target.config.vocab_size)
 
     def _read(self, chunk: Chunk) -> None:
         sequence, slot, prompt = chunk.sequence, chunk.sequence.slot, chunk.sequence.request.prompt
@@ -290,26 +261,33 @@ class Engine:
         strategy = self._chosen(round_.strategy, len(sequences))
         scored = [sequence.request.logprobs is not None for sequence in sequences]
         everything = any(sequence.everything for sequence in sequences)
-        outcome = self._runner.round(strategy.text, [s.slot.row for s in sequences], scored, everything)
+        try:
+            outcome = self._runner.round(strategy, [s.slot.row for s in sequences], scored, everything)
+        except Exception as error:  # the compiler's, or no memory
+            if strategy.text in self._strategies.at_start or not self._runner.intact:
+                raise
+            self._give_up(strategy, error)
+            return
         accepted = outcome.accepted[: len(sequences)].tolist()
-        if round_.strategy == _AUTO:
+        if round_.strategy == AUTO:
             self._controller.observe(strategy, accepted)
-        self._count(strategy, accepted)
         for i, sequence in enumerate(sequences):
             self._commit(sequence, outcome, i, strategy.text, accepted[i])
 
     def _chosen(self, name: str, count: int) -> Strategy:
-        if name != _AUTO:
-            return self.strategies[name]
+        if name != AUTO:
+            return parse_strategy(name)
         return self._controller.next(self._runner.costs[self._runner.bucket(count)])
 
-    def _count(self, strategy: Strategy, accepted: list[int]) -> None:
-        counts = self._counts
-        counts.rounds += len(accepted)
-        counts.drafted += len(accepted) * (strategy.nodes - 1)
-        counts.accepted_at += [0] * (strategy.depth - len(counts.accepted_at))
-        for position in range(strategy.depth):
-            counts.accepted_at[position] += sum(count > position for count in accepted)
+    def _give_up(self, strategy: Strategy, error: Exception) -> None:
+        """Ends all requests of a strategy that only requests named and that cannot be run."""
+        _log.warning("strategy given up", extra={"facts": {"strategy": strategy.text}}, exc_info=error)
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = f"it cannot be run here: {words[:300]}"
+        self._strategies.give_up(strategy.text, reason)
+        for sequence in self._scheduler:
+            if sequence.strategy == strategy.text:
+                self._end(sequence, "error", f"strategy {strategy.text} / {reason}")
 
     def _commit(self, sequence: Sequence, outcome: Outcome, i: int, strategy: str, accepted: int | None) -> None:
         """Takes row i of an outcome into a request's answer and tells the caller."""
@@ -327,13 +305,13 @@ class Engine:
             return
         sequence.tokens += kept
         sequence.slot.commit(kept, self._runner.draft_lag(sequence.slot.row))
-        self._counts.generated += shown
         logprobs = None
         if sequence.request.logprobs is not None:
             logprobs = tuple(_logprobs(outcome, i, j, sequence.request.logprobs) for j in range(shown))
         if reason is not None:
             self._remove(sequence, reason)
-        _tell(sequence, Delta(tuple(kept[:shown]), depths, accepted, strategy, logprobs, reason))
+        finite = bool(outcome.finite[i])
+        _tell(sequence, Delta(tuple(kept[:shown]), depths, accepted, strategy, logprobs, reason, finite=finite))
 
     def _masked(self, sequence: Sequence) -> bool:
         """Puts the grammar's mask, if any, on the next token; False if that failed, which ends the request."""
@@ -344,13 +322,11 @@ class Engine:
             sequence.allowed = np.asarray(grammar.mask())
             if not sequence.allowed.any():
                 raise ValueError("it allows no token")
-            bias = np.where(sequence.allowed, 0.0, -np.inf).astype(np.float32)
-            for token, value in (sequence.request.params.logit_bias or {}).items():
-                bias[token] += value
-            self._runner.set_bias(sequence.slot.row, bias)
+            bias = np.where(sequence.allowed, sequence.bias, np.float32(-np.inf))
         except Exception as error:  # a grammar is foreign code
             self._end(sequence, "error", f"the grammar failed: {error}")
             return False
+        self._runner.set_bias(sequence.slot.row, bias)
         return True
 
     def _advance(self, sequence: Sequence, kept: list[int], reason: str | None) -> None:
@@ -372,32 +348,11 @@ class Engine:
         if reason == "error" and sequence.slot is not None:
             sequence.slot.forget()
         self._scheduler.remove(sequence)
-        self._counts.finished[reason] += 1
         if sequence.began:
-            self._counts.seconds += 0.1 * (time.monotonic() - sequence.began - self._counts.seconds)
+            self._seconds += 0.1 * (time.monotonic() - sequence.began - self._seconds)
         with self._changed:
-            del self._live[sequence.request.request_id]
+            self._live.pop(sequence.request.request_id, None)  # gone already if a drain has given up waiting
             self._changed.notify_all()
-
-
-def _compiled(draft: Draft | None, settings: Settings) -> dict[str, Strategy]:
-    """The strategies that an engine serves, by their text; "auto" chooses among them."""
-    names = settings.strategies if settings.strategy == _AUTO else (settings.strategy, *settings.strategies)
-    if draft is None:
-        names = ()
-    elif settings.strategy == _AUTO and not names:
-        names = _MENU
-    shapes = [parse_strategy(name) for name in ("plain", *names) if name != _AUTO]
-    for shape in shapes:
-        _check_width(shape, draft)
-    return {shape.text: shape for shape in shapes}
-
-
-def _check_width(strategy: Strategy, draft: Draft | None) -> None:
-    if draft is not None and strategy.top_k > draft.config.draft_vocab_size:
-        raise UserError(
-            f"strategy {strategy.text} / the draft's vocabulary has {draft.config.draft_vocab_size} tokens / lower K"
-        )
 
 
 def _logprobs(outcome: Outcome, i: int, j: int, count: int) -> TokenLogprobs:

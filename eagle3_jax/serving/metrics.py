@@ -54,6 +54,9 @@ class Metrics:
         self._labels = labels
         self._drafts = counter("spec_decode_num_drafts", "Number of spec decoding drafts.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Number of draft tokens.")
+        self._nonfinite = counter(
+            "spec_decode_num_nonfinite_drafts", "Number of drafts whose logits held NaN or infinities."
+        )
         self._accepted = counter("spec_decode_num_accepted_tokens", "Number of accepted tokens.")
         self._accepted_at = labelled(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens per draft position (0 is depth 1).", "position"
@@ -93,6 +96,7 @@ class Metrics:
             self._drafts.inc()
             self._draft_tokens.inc(strategy.nodes - 1)
             self._accepted.inc(delta.accepted)
+            self._nonfinite.inc(not delta.finite)
             for position in range(strategy.depth):  # those that were never right show as 0
                 self._accepted_at.labels(**self._labels, position=str(position)).inc(position < delta.accepted)
 
@@ -130,9 +134,9 @@ class _EngineState(Collector):
             (
                 "prefix_cache_queries",
                 "Prefix cache queries, in terms of number of queried tokens.",
-                "prompt_tokens_total",
+                "prefix_queries_total",
             ),
-            ("prefix_cache_hits", "Prefix cache hits, in terms of number of cached tokens.", "prefix_hit_tokens_total"),
+            ("prefix_cache_hits", "Prefix cache hits, in terms of number of cached tokens.", "prefix_hits_total"),
         ):
             total = CounterMetricFamily(f"eagle3:{name}", documentation, labels=_LABELS)
             total.add_metric(values, getattr(stats, value))

@@ -2,7 +2,8 @@
 
     async for delta in observed.stream(request): ...
 
-is `engine.stream(request)`, counted. Prompts and answers are never logged.
+is `engine.stream(request)`, counted. Prompts and answers are never logged. A draft whose
+logits are not finite is counted each time and told once: it costs acceptance and nothing else.
 """
 
 import logging
@@ -70,6 +71,7 @@ class Observed:
 
     def __init__(self, engine: Streaming, metrics: Metrics):
         self._engine, self._metrics = engine, metrics
+        self._told_of_draft = False
 
     async def stream(self, request: Request, left_for: Callable[[], str | None] = lambda: None) -> AsyncIterator[Delta]:
         """The engine's Deltas; raises what `engine.stream` raises.
@@ -84,6 +86,7 @@ class Observed:
                     now, last = time.monotonic(), progress.last
                     since_last = None if last is None else now - last
                     self._metrics.token_step(delta, len(request.prompt), now - progress.arrived, since_last)
+                    self._watch_draft(request, delta)
                     progress.take(delta, now)
                     yield delta
         except Exception as error:  # refused, or the engine died: told to the caller, and to the log
@@ -98,6 +101,14 @@ class Observed:
             self._ended(progress)
             raise
         self._ended(progress)
+
+    def _watch_draft(self, request: Request, delta: Delta) -> None:
+        if not delta.finite and not self._told_of_draft:
+            self._told_of_draft = True
+            facts = {"request_id": request.request_id, "strategy": delta.strategy}
+            _log.warning(
+                "the draft's logits are not finite: it is accepted less, texts stay right", extra={"facts": facts}
+            )
 
     def _ended(self, progress: _Progress) -> None:
         now = time.monotonic()

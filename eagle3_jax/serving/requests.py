@@ -1,6 +1,5 @@
 """What the API asks of the engine, and what comes back: the border between HTTP and generation."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -55,7 +54,8 @@ class Delta:
     tokens: committed, cut at stop tokens and limits; a stop token itself is not among them. depths: of each token, 0 if
     it is the target's own, d if it is the accepted draft token at depth d. accepted: draft tokens accepted in this
     round, before cutting; None for the prefill, whose token belongs to no round. strategy: of this round, as text.
-    finish_reason: of the last delta, "stop", "length", "cancelled", "deadline" or "error"; `error` says why.
+    finish_reason: of the last delta, "stop", "length", "cancelled", "deadline" or "error"; `error` says why. finite:
+    whether the draft's logits of this round were; if not, it is only accepted less.
     """
 
     tokens: tuple[int, ...]
@@ -65,6 +65,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     error: str | None = None
+    finite: bool = True
 
 
 class QueueFull(Exception):
@@ -84,7 +85,7 @@ class Settings:
     """How an engine serves. Sizes are in tokens unless said otherwise.
 
     slots: sequences at once, each with room for max_len tokens, prompt and answer together. strategy: of requests that
-    name none; strategies: what else they may name ("plain" always); every one is compiled at start. queue: requests
+    name none; strategies: what else is compiled at start ("plain" always); "auto" chooses among these. queue: requests
     that may wait beyond those that run. chunk: most prompt tokens read between two rounds, which bounds how long a
     prompt makes the others wait. prefix_reuse: a prompt that begins as an earlier text did need not read that again.
     """
@@ -100,23 +101,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters (`_total`, since the start) and gauges of an engine.
+    """What an engine holds now, and how much of its prompts it need not have read (`_total`, since the start; all else
+    is counted from Deltas, see `metrics`).
 
-    accepted_per_position[d]: rounds whose draft token at depth d + 1 was accepted. prefix_hit_tokens_total: of the
-    prompt tokens, those that need not be read again. finished: requests by their finish_reason.
+    kv_tokens: entries of the slots that requests have, of all there are. kv_bytes: of all caches. prefix_queries_total:
+    prompt tokens of requests that got a slot; prefix_hits_total: of these, those that were in a slot already.
     """
 
     running: int
     waiting: int
-    slots: int
     kv_tokens_used: int
     kv_tokens_total: int
     kv_bytes: int
-    prompt_tokens_total: int
-    prefix_hit_tokens_total: int
-    generated_tokens_total: int
-    rounds_total: int
-    draft_tokens_total: int
-    accepted_tokens_total: int
-    accepted_per_position: tuple[int, ...]
-    finished: Mapping[str, int]
+    prefix_queries_total: int
+    prefix_hits_total: int

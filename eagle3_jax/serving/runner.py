@@ -13,7 +13,7 @@ nothing is compiled while serving.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,24 +25,19 @@ from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.attention import KV, cached, empty_cache, put_rows, take_rows
 from eagle3_jax.models.target import Target
+from eagle3_jax.serving.strategies import slot_room
 from eagle3_jax.sharding import Placement
 from eagle3_jax.speculate.cost import cost_key, known_costs, time_each
 from eagle3_jax.speculate.drafting import DraftState, extend, fast_rows
 from eagle3_jax.speculate.generate import pair
 from eagle3_jax.speculate.request import SamplingParams, device_sampling
-from eagle3_jax.speculate.round import UNREAD, Models, State, Verified, Weights, cache_room, commit, read_unread, verify
+from eagle3_jax.speculate.round import UNREAD, Models, State, Verified, Weights, commit, read_unread, verify
 from eagle3_jax.speculate.sampling import choose, observe
 from eagle3_jax.speculate.scores import Scores, scores, sound
 from eagle3_jax.speculate.strategy import Strategy
 from eagle3_jax.taps import LastHidden, Taps
 
-_ROOM = 34  # entries of a slot beyond its text, which most strategies can do with
 _NARROW = 16  # prompt tokens read at once where there are no more
-
-
-def slot_room(strategies: Iterable[Strategy]) -> int:
-    """Entries of a slot beyond its text: what rounds of these strategies need, and of most others."""
-    return max(UNREAD, _ROOM, *(cache_room(strategy, batch=1) for strategy in strategies))
 
 
 class LastRead(NamedTuple):
@@ -53,20 +48,21 @@ class LastRead(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a round or a first token: tokens[b, : accepted[b] + 1] are new. sound: the target's logits were finite."""
+    """Of a round or a first token: tokens[b, : accepted[b] + 1] are new. sound: the target's logits were finite;
+    finite: the draft's were."""
 
     tokens: Int[Array, "B levels"]
     accepted: Int[Array, "B"]
     sound: Bool[Array, "B"]
+    finite: Bool[Array, "B"]
     scores: Scores | None
 
 
 class Runner:
     """The caches of `slots` rows for texts of max_len tokens, and the programs over them.
 
-    strategies: by their text; more may come, whose rounds compile when they first run. costs: seconds a round of those
-    there are at start, for each number of requests that rounds are compiled for; known after `warm_up` where there is a
-    choice.
+    strategies: those that `warm_up` compiles; rounds of others compile when they first run. costs: seconds a round of
+    each, for each number of requests that rounds are compiled for; known after `warm_up` where there is a choice.
     """
 
     def __init__(
@@ -76,14 +72,13 @@ class Runner:
         slots: int,
         max_len: int,
         chunk: int,
-        strategies: Mapping[str, Strategy],
+        strategies: Sequence[Strategy],
     ):
         self.models, self.weights = pair(target, draft)
-        self._target, self._draft, self._slots, self._strategies = target, draft, slots, strategies
+        self._target, self._draft, self._slots = target, draft, slots
         self._chunk = min(chunk, max_len)
-        self._room = slot_room(strategies.values())
-        self.entries = max_len + self._room
-        self._known = tuple(strategies.values())  # at start; requests may name more
+        self.entries = max_len + slot_room(strategies)
+        self._known = tuple(strategies)
         self.costs: dict[int, dict[Strategy, float]] = {}
         self._neutral = [True] * slots
         self._unread = np.zeros(slots + 1, np.int32)  # plain rounds of each slot that the draft has not read
@@ -103,7 +98,7 @@ class Runner:
                 self._catch_up(np.full(size, nowhere, np.int32))
             for strategy in self._known:
                 for everything in (False, True):
-                    self.round(strategy.text, [nowhere] * size, [everything] * size, everything)
+                    self.round(strategy, [nowhere] * size, [everything] * size, everything)
             if len(self._known) > 1:
                 self.costs[size] = self._measure(size)
 
@@ -113,7 +108,7 @@ class Runner:
         nowhere = [self._slots] * size
 
         def run(strategy: Strategy) -> None:
-            self.round(strategy.text, nowhere, [False] * size, False)
+            self.round(strategy, nowhere, [False] * size, False)
 
         def prepare() -> None:
             self._catch_up(np.asarray(nowhere, np.int32))
@@ -122,9 +117,10 @@ class Runner:
         key = cost_key(self._target, self._draft, size, self.entries, ["slots", str(self._slots)])
         return known_costs(key, self._known, lambda: time_each(run, self._known, prepare))
 
-    def has_room(self, strategy: Strategy) -> bool:
-        """Whether a slot has entries enough beyond its text for rounds of a strategy."""
-        return cache_room(strategy, batch=1) <= self._room
+    @property
+    def intact(self) -> bool:
+        """Whether the caches are there; a program that fails while it runs may have taken them along."""
+        return not any(array.is_deleted() for array in jax.tree.leaves(self._state))
 
     def bucket(self, count: int) -> int:
         """For how many requests the round is compiled that `count` requests have."""
@@ -132,7 +128,7 @@ class Runner:
 
     def set_sampling(self, slot: int, prompt: Sequence[int], params: SamplingParams) -> bool:
         """Gives a slot a request's settings; returns whether it needs the variant with everything."""
-        neutral = device_sampling(self._target, [prompt], [params]) is None
+        neutral = params.is_neutral
         if not (neutral and self._neutral[slot]):
             self._set_row(slot, prompt, params)
             self._neutral[slot] = neutral
@@ -177,22 +173,21 @@ class Runner:
         self._unread[slot] = 0
         return jax.device_get(outcome)
 
-    def round(self, strategy: str, slots: Sequence[int], scored: Sequence[bool], everything: bool) -> Outcome:
+    def round(self, strategy: Strategy, slots: Sequence[int], scored: Sequence[bool], everything: bool) -> Outcome:
         """One round for these slots. scored: who wants log probabilities. everything: anybody is not plainly greedy."""
         size = self.bucket(len(slots))
         # A batch of all slots is in their order, so that no row of a cache is copied (see `cached_where`).
         places = list(slots) if size == self._slots and max(slots) < size else list(range(len(slots)))
         rows, wanted = np.full(size, self._slots, np.int32), np.zeros(size, bool)
         rows[places], wanted[places] = slots, scored
-        shape = self._strategies[strategy]
         if self.models.draft is not None:
             unread = self._unread[slots].max()
-            if unread == UNREAD or (shape.depth and unread):
+            if unread == UNREAD or (strategy.depth and unread):
                 self._catch_up(rows)
-            self._unread[slots] += not shape.depth
-        self._state, verified = _verify(self.models, shape, self.weights, self._state, rows)
+            self._unread[slots] += not strategy.depth
+        self._state, verified = _verify(self.models, strategy, self.weights, self._state, rows)
         args = (self._state, verified, rows, wanted)
-        self._state, outcome = _commit(self.models, shape, everything, self.weights, *args)
+        self._state, outcome = _commit(self.models, strategy, everything, self.weights, *args)
         return jax.tree.map(lambda x: x[places], jax.device_get(outcome))
 
     def _catch_up(self, rows: np.ndarray) -> None:
@@ -344,6 +339,7 @@ def _first(
         tokens=token[:, None],
         accepted=jnp.zeros(1, jnp.int32),
         sound=sound(logits, jnp.ones(1, jnp.int32)),
+        finite=jnp.ones(1, bool),
         scores=scores(logits, token[:, None], scored),
     )
     state = _joined(state, row, State(part.cache, length, token, known, sampling))
@@ -376,6 +372,7 @@ def _commit(
         tokens=committed.tokens,
         accepted=committed.accepted,
         sound=sound(logits, committed.accepted + 1),
+        finite=committed.finite,
         scores=scores(logits, committed.tokens, scored) if everything else None,
     )
     return models.placement.kept((_joined(state, rows, part), outcome))

@@ -8,6 +8,7 @@ one compiled program of one strategy: the requests of a strategy run together, t
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from eagle3_jax.serving.requests import Delta, Request
 @dataclass(eq=False)
 class Sequence:
     """A request in the engine. room: most new tokens. deliver: takes its Deltas. everything: its rounds need more than
-    the greedy variant. allowed: the grammar's last mask, bool [V]. began: when it got its slot."""
+    the greedy variant. bias: where there is a grammar, what the request adds to its logits, f32 [V]. allowed: the
+    grammar's last mask, bool [V]. began: when it got its slot."""
 
     request: Request
     strategy: str
@@ -28,6 +30,7 @@ class Sequence:
     slot: Slot | None = None
     tokens: list[int] = field(default_factory=list)
     everything: bool = False
+    bias: np.ndarray | None = None
     allowed: np.ndarray | None = None
     cancelled: bool = False
     began: float = 0.0
@@ -70,10 +73,15 @@ class Scheduler:
         return len(self.reading) + len(self.decoding)
 
     def admit(self) -> list[tuple[Sequence, Place]]:
-        """Gives free slots to those who wait, first come first served; returns them and their places."""
+        """Gives free slots to those who wait, first come first served; returns them and their places.
+
+        Who waits for a prompt that is being read, because its own begins as that does, is passed over meanwhile.
+        """
         admitted = []
-        while self.waiting and self._cache.free:
-            sequence = self.waiting.popleft()
+        for sequence in list(islice(self.waiting, len(self._cache.free))):
+            if self._cache.awaits(sequence.request.prompt):
+                continue
+            self.waiting.remove(sequence)
             place = self._cache.take(sequence.request.prompt)
             sequence.slot = place.slot
             self.reading.append(sequence)

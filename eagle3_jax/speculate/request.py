@@ -2,7 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -16,6 +16,7 @@ from eagle3_jax.speculate.sampling import MinTokens, Penalties, Random, Sampling
 
 _WHOLE = ("max_new_tokens", "top_k", "min_tokens")
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LARGEST = float(np.finfo(np.float32).max)
 _GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them would overflow float32
 
@@ -51,6 +52,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < _GREEDY_BELOW
 
+    @property
+    def is_neutral(self) -> bool:
+        """Greedy, and the logits stay as they are: nothing is needed on the device."""
+        changed = any(getattr(self, name) != getattr(SamplingParams, name) for name in (*_PENALTIES, "min_tokens"))
+        return self.is_greedy and not self.logit_bias and not changed
+
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raises UserError for a setting of a wrong type or out of its range; NaN is out of every range."""
@@ -78,14 +85,21 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     def is_token(token: object) -> bool:
         return isinstance(token, Integral) and 0 <= token < vocab_size
 
-    for token, bias in (params.logit_bias or {}).items():
-        if not (is_token(token) and isinstance(bias, Real) and abs(bias) <= _LARGEST):
-            raise UserError(
-                f"sampling setting logit_bias {{{token}: {bias}}} / map ids in 0..{vocab_size - 1} to finite numbers"
-            )
+    _check_bias(params.logit_bias or {}, vocab_size)
     stops = () if params.stop_token_ids is None else params.stop_token_ids
     if outside := [token for token in stops if not is_token(token)]:
         raise UserError(f"stop_token_ids: {outside[0]} is outside 0..{vocab_size - 1} / name token ids of the target")
+
+
+def _check_bias(bias: Mapping[int, float], vocab_size: int) -> None:
+    """A bias may name all of a vocabulary, so that the types are looked at together."""
+
+    def are(kind: type, values: Iterable) -> bool:
+        return all(issubclass(found, kind) for found in set(map(type, values)))
+
+    good = are(Integral, bias) and are(Real, bias.values()) and all(0 <= token < vocab_size for token in bias)
+    if not good or not all(abs(value) <= _LARGEST for value in bias.values()):
+        raise UserError(f"sampling setting logit_bias / it must map ids in 0..{vocab_size - 1} to finite numbers")
 
 
 def _check_seed(params: SamplingParams) -> None:
@@ -127,6 +141,14 @@ def cut(new: Sequence[int], room: int, stops: Collection[int]) -> tuple[list[int
     return list(new), None
 
 
+def bias_row(bias: Mapping[int, float] | None, vocab_size: int) -> np.ndarray:
+    """What a bias adds to the logits, f32 [V]. It may name all of a vocabulary: no loop over its tokens."""
+    row = np.zeros(vocab_size, np.float32)
+    if bias:
+        row[np.fromiter(bias.keys(), np.int64, len(bias))] = np.fromiter(bias.values(), np.float32, len(bias))
+    return row
+
+
 def device_sampling(
     target: Target, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], complete: bool = False
 ) -> Sampling | None:
@@ -149,18 +171,14 @@ def device_sampling(
         top_k = jnp.asarray([min(p.top_k, vocabulary) for p in params], jnp.int32) if used("top_k") else None
         limits = (column("top_p") if used("top_p") else None, column("min_p") if used("min_p") else None)
         random = Random(keys, temperature, top_k, *limits)
-    if used("repetition_penalty", "presence_penalty", "frequency_penalty"):
+    if used(*_PENALTIES):
         seen = np.zeros((size, vocabulary), bool)
         for row, prompt in zip(seen, prompts, strict=True):
             row[list(prompt)] = True
-        rates = [column(name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")]
+        rates = [column(name) for name in _PENALTIES]
         penalties = Penalties(*rates, jnp.asarray(seen), jnp.zeros((size, vocabulary), jnp.int32))
     if complete or any(p.logit_bias for p in params):
-        added = np.zeros((size, vocabulary), np.float32)
-        for row, p in zip(added, params, strict=True):
-            for token, value in (p.logit_bias or {}).items():
-                row[token] = value
-        bias = jnp.asarray(added)
+        bias = jnp.asarray(np.stack([bias_row(p.logit_bias, vocabulary) for p in params]))
     if used("min_tokens"):
         stops = np.zeros((size, vocabulary), bool)
         for row, p in zip(stops, params, strict=True):

@@ -111,8 +111,8 @@ class FakeEngine:
             "waiting",
             "kv_tokens_used",
             "kv_tokens_total",
-            "prompt_tokens_total",
-            "prefix_hit_tokens_total",
+            "prefix_queries_total",
+            "prefix_hits_total",
         ]
         return SimpleNamespace(**dict.fromkeys(names, 0))
 
@@ -133,10 +133,10 @@ def make_service(engine: FakeEngine, tokenizer=TOKENIZER, **more: Any) -> Servic
 
 
 @contextlib.contextmanager
-def fake_server(script: Callable[[Request], Sequence[Any]], tokenizer=TOKENIZER, most_requests=None, **app: Any):
-    """(address, engine) of a server whose engine plays `script`."""
+def fake_server(script: Callable[[Request], Sequence[Any]], tokenizer=TOKENIZER, service=None, **app: Any):
+    """(address, engine) of a server whose engine plays `script`. service: settings of `Service`."""
     engine = FakeEngine(script)
-    with serving(create_app(make_service(engine, tokenizer, most_requests=most_requests), **app)) as address:
+    with serving(create_app(make_service(engine, tokenizer, **service or {}), **app)) as address:
         yield address, engine
 
 
@@ -145,7 +145,8 @@ def get(address: str, **more) -> httpx2.Response:
 
 
 def post(server, path: str, body=None, **more) -> httpx2.Response:
-    return HTTP.post(server[0] + path, **({"json": body} if body is not None else {}) | more)
+    headers = {"Content-Type": "application/json"} | more.pop("headers", {})
+    return HTTP.post(server[0] + path, headers=headers, **({"json": body} if body is not None else {}) | more)
 
 
 def refused(answer: httpx2.Response, status: int = 400, param: str | None = None) -> str:

@@ -7,7 +7,11 @@ import time
 import httpx2 as httpx
 import openai
 import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 
+from eagle3_jax.data.template import prompt_ids
+from eagle3_jax.serving.api import fields
 from eagle3_jax.serving.requests import Delta
 from tests.serving.fake_engine import (
     END,
@@ -184,9 +188,35 @@ def test_stats(client, server):
 
 
 def test_null_is_not_given_and_who_asks_changes_nothing(server):
-    nothing = dict.fromkeys(["suffix", "best_of", "logit_bias", "stop", "n", "seed", "logprobs", "stream", "user"])
-    answer = post(server, "/v1/completions", nothing | {"prompt": "a", "user": "me", "metadata": {"a": "b"}})
-    assert answer.json()["choices"][0]["text"] == TEXT[:18]
+    """Every field that OpenAI's client or ours knows, in objects within the body too."""
+    required = {"prompt", "messages"}
+    for path, kind, body in (
+        ("completions", fields.CompletionBody, {"prompt": "a"}),
+        ("chat/completions", fields.ChatBody, {"messages": HI, "max_tokens": 16}),
+    ):
+        openais = completion_create_params if path == "completions" else chat_create_params
+        known = {*kind.model_fields, *openais.CompletionCreateParamsNonStreaming.__annotations__} - required
+        nothing = dict.fromkeys({*known, *fields._UNSUPPORTED})
+        answer = post(server, f"/v1/{path}", nothing | body | {"user": "me", "metadata": {"a": "b"}})
+        assert answer.status_code == 200 and answer.json()["choices"], answer.text
+    inner = {"stream": True, "stream_options": dict.fromkeys(["include_usage", "include_obfuscation"])}
+    inner |= {"eagle3": {"strategy": None, "stats": None}, "response_format": {"type": "text", "json_schema": None}}
+    inner["messages"] = [{"role": "user", "name": None, "content": [{"type": "text", "text": "a", "cache": None}]}]
+    inner |= {"tools": None, "tool_choice": None, "parallel_tool_calls": False}
+    assert "[DONE]" in post(server, "/v1/chat/completions", inner).text
+    assert post(server, "/tokenize", {"prompt": "a", "messages": None, "add_special_tokens": None}).status_code == 200
+
+
+def test_variables_of_the_chat_template_are_those_of_training_unless_a_request_says_otherwise():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking != false %}<think>{% endif %}"
+    tokenizer = byte_tokenizer(template)
+    with fake_server(saying("a"), tokenizer, service={"template": {"enable_thinking": False}}) as server:
+        for asked, text in ((None, "hi"), ({"enable_thinking": True}, "hi<think>"), ({"enable_thinking": None}, "hi")):
+            body = {"messages": HI, "chat_template_kwargs": asked}
+            assert post(server, "/v1/chat/completions", body).status_code == 200
+            assert list(server[1].requests[-1].prompt) == ids(text)
+            assert post(server, "/tokenize", body).json()["tokens"] == ids(text)
+    assert prompt_ids(tokenizer, HI, template={"enable_thinking": False}) == ids("hi")  # as training renders it
 
 
 def test_messages_of_all_kinds(server):

@@ -7,6 +7,7 @@ and attends to what it has read, so that a wrong cache entry of either shows.
 import asyncio
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import Iterator
 
@@ -21,7 +22,7 @@ from eagle3_jax.serving.metrics import Metrics
 from eagle3_jax.serving.observed import Observed
 from eagle3_jax.serving.requests import Delta, EngineStopped, QueueFull, Settings
 from tests.serving.asking import NEW, accepted, asked, collect, run, tokens
-from tests.tiny import bigram_draft, bigram_target, ids_of
+from tests.tiny import bigram_draft, bigram_target, ids_of, not_a_number
 
 VOCAB = 64
 POISON = VOCAB - 1  # its embedding is NaN, and no answer has it
@@ -31,7 +32,8 @@ SETTINGS = Settings(slots=2, max_len=88, strategy=TREE, strategies=STRATEGIES, q
 PROMPTS = [ids_of(i, n, vocab_size=VOCAB - 1).tolist() for i, n in enumerate((1, 5, 16, 19, 20, 21, 40, 60))]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3}
 ODD = {token: -1e9 for token in range(1, VOCAB, 2)}
-compiled: list[str] = []
+READY = "ready"
+compiled: list[str] = []  # programs, and when the engine was READY
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,7 @@ def engine(pair, tmp_path_factory) -> Iterator[Engine]:
         engine.start()
         while engine.state == "warming":
             time.sleep(0.1)
+        compiled.append(READY)
         yield engine
         asyncio.run(engine.drain(10))
     assert engine.state == "stopped" and engine.error is None
@@ -99,6 +102,46 @@ def idle(engine: Engine) -> bool:
     return not engine._live and not engine._scheduler.running and len(engine._cache.free) == SETTINGS.slots
 
 
+def test_traffic(alone, engine) -> None:
+    """Requests of all kinds come, stop, are cancelled; the greedy ones get their answers. The first test of the engine:
+    nothing but the warm-up can have compiled what it needs."""
+    draw = random.Random(0)
+
+    async def one(i: int) -> None:
+        await asyncio.sleep(draw.random() * 0.2)
+        which, kind = draw.randrange(len(PROMPTS)), draw.choice(["greedy"] * 3 + ["cancel", "stop", "sampled", "late"])
+        whole, new = alone["plain"][which].tokens, draw.randrange(1, NEW + 1)
+        request = asked(f"traffic {i}", PROMPTS[which], new, strategy=draw.choice([*STRATEGIES, "auto", None]))
+        if kind == "stop":
+            stop = whole[draw.randrange(NEW)]
+            params = dataclasses.replace(request.params, stop_token_ids=(stop,))
+            request, whole = dataclasses.replace(request, params=params), whole[: whole.index(stop)]
+        if kind == "sampled":
+            params = dataclasses.replace(request.params, temperature=1.0, top_k=9, presence_penalty=0.5)
+            request = dataclasses.replace(request, params=params, logprobs=2)
+        if kind == "late":
+            request = dataclasses.replace(request, deadline=0.0)
+        got: list[Delta] = []
+        async for delta in engine.stream(request):
+            got.append(delta)
+            if kind == "cancel" and len(got) == 2:
+                return
+        if kind == "late":
+            assert got[-1].finish_reason == "deadline"
+        elif kind == "sampled":
+            assert len(tokens(got)) == new
+        else:
+            assert tokens(got) == whole[:new], (kind, request)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(i) for i in range(20)))
+        await asyncio.gather(*(one(i) for i in range(20, 40)))
+
+    asyncio.run(all_of_them())
+    assert compiled[compiled.index(READY) + 1 :] == []
+    assert idle(engine)
+
+
 # --- one request is itself
 
 
@@ -131,8 +174,33 @@ def test_a_strategy_that_only_a_request_names(pair, engine, alone) -> None:
     assert run(engine, asked("again", PROMPTS[2], strategy="tree:2,2,4"))[0][1].strategy == TREE
     del engine.strategies["chain:1"]
     few = Engine(*pair, dataclasses.replace(SETTINGS, strategies=tuple(f"chain:{k}" for k in range(1, 15))))
-    with pytest.raises(UserError, match="no more will be"):
+    with pytest.raises(UserError, match="no more than 16 will be"):
         few.check(asked("many", PROMPTS[2], strategy="chain:20"))
+
+
+def test_a_strategy_of_a_request_that_cannot_be_run_fails_with_it_alone(engine, alone, monkeypatch) -> None:
+    def compiler(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 GiB\nmore of it")
+
+    monkeypatch.setattr("eagle3_jax.serving.runner.verify", compiler)  # of what is not compiled yet
+    requests = [asked(f"named {i}", PROMPTS[i], strategy="chain:2") for i in range(3)]
+    *bad, good = run(engine, *requests, asked("neighbour", PROMPTS[4]))
+    for deltas in bad:
+        assert deltas[-1].finish_reason == "error" and "chain:2" in deltas[-1].error and "5 GiB" in deltas[-1].error
+    assert tokens(good) == alone["plain"][4].tokens
+    with pytest.raises(UserError, match="chain:2 .* cannot be run here: .*5 GiB.* this server has auto, plain"):
+        engine.check(requests[0])
+    assert engine.state == "ready" and "chain:2" not in engine.strategies and idle(engine)
+
+
+def test_a_draft_that_is_not_finite_is_told_and_changes_no_text(engine, alone) -> None:
+    broken = Engine(engine._target, not_a_number(engine._draft), SETTINGS)
+    broken.start()
+    deltas = run(broken, asked("NaN", PROMPTS[2]))[0]
+    assert tokens(deltas) == alone["plain"][2].tokens and sum(accepted(deltas)) == 0
+    assert [delta.finite for delta in deltas] == [True] + [False] * (NEW - 1)
+    asyncio.run(broken.drain(5))
+    assert all(delta.finite for delta in run(engine, asked("numbers", PROMPTS[2]))[0])
 
 
 def test_rounds_are_timed_without_what_plain_rounds_left_the_draft_to_read(engine, monkeypatch) -> None:
@@ -280,16 +348,25 @@ def same(some: list[Delta], others: list[Delta]) -> bool:
 @pytest.mark.parametrize("first", STRATEGIES)
 def test_a_known_prefix_is_not_read_again(engine, forgetful, first) -> None:
     prompt = ids_of(50 + len(first), 30, vocab_size=VOCAB - 1).tolist()
-    before = engine.stats().prefix_hit_tokens_total
+    before = engine.stats().prefix_hits_total
     answer = tokens(run(engine, asked(f"{first} one", prompt, strategy=first))[0])
-    assert engine.stats().prefix_hit_tokens_total - before < 5
+    assert engine.stats().prefix_hits_total - before < 5
     longer = prompt + answer + PROMPTS[1]
     expected = run(forgetful, asked("from the start", longer))[0]
     for turn in range(2):
         assert same(run(engine, asked(f"{first} two {turn}", longer))[0], expected)
     # Of the first answer at least all but what the last plain rounds left unread; of the longer prompt all but one.
-    assert engine.stats().prefix_hit_tokens_total - before >= 30 + len(longer) - 2
-    assert forgetful.stats().prefix_hit_tokens_total == 0 and sum(accepted(expected)) > 0
+    assert engine.stats().prefix_hits_total - before >= 30 + len(longer) - 2
+    assert forgetful.stats().prefix_hits_total == 0 and sum(accepted(expected)) > 0
+
+
+def test_a_burst_of_one_prompt_is_read_once(engine, forgetful) -> None:
+    prompt = ids_of(60, 50, vocab_size=VOCAB - 1).tolist()
+    expected = run(forgetful, asked("from the start", prompt))[0]
+    before = engine.stats().prefix_hits_total
+    for deltas in run(engine, *(asked(f"burst {i}", prompt) for i in range(4))):
+        assert same(deltas, expected)
+    assert engine.stats().prefix_hits_total - before >= 3 * (50 - 16)
 
 
 def test_a_prefix_of_a_running_request_is_copied(engine, forgetful) -> None:
@@ -303,53 +380,13 @@ def test_a_prefix_of_a_running_request_is_copied(engine, forgetful) -> None:
             await asyncio.sleep(0.0001)
         return [await collect(engine, asked("second of two", prompts[1], 30)), await running]
 
-    before = engine.stats().prefix_hit_tokens_total
+    before = engine.stats().prefix_hits_total
     second, first = asyncio.run(one_after_the_other())
     assert same(first, expected[0]) and same(second, expected[1])
-    assert engine.stats().prefix_hit_tokens_total - before >= 29
+    assert engine.stats().prefix_hits_total - before >= 29
 
 
 # --- coming and going
-
-
-def test_traffic(engine, pair, alone) -> None:
-    """Requests of all kinds come, stop, are cancelled; the greedy ones get their answers, and nothing is compiled."""
-    draw = random.Random(0)
-    programs = len(compiled)
-
-    async def one(i: int) -> None:
-        await asyncio.sleep(draw.random() * 0.2)
-        which, kind = draw.randrange(len(PROMPTS)), draw.choice(["greedy"] * 3 + ["cancel", "stop", "sampled", "late"])
-        whole, new = alone["plain"][which].tokens, draw.randrange(1, NEW + 1)
-        request = asked(f"traffic {i}", PROMPTS[which], new, strategy=draw.choice([*STRATEGIES, "auto", None]))
-        if kind == "stop":
-            stop = whole[draw.randrange(NEW)]
-            params = dataclasses.replace(request.params, stop_token_ids=(stop,))
-            request, whole = dataclasses.replace(request, params=params), whole[: whole.index(stop)]
-        if kind == "sampled":
-            params = dataclasses.replace(request.params, temperature=1.0, top_k=9, presence_penalty=0.5)
-            request = dataclasses.replace(request, params=params, logprobs=2)
-        if kind == "late":
-            request = dataclasses.replace(request, deadline=0.0)
-        got: list[Delta] = []
-        async for delta in engine.stream(request):
-            got.append(delta)
-            if kind == "cancel" and len(got) == 2:
-                return
-        if kind == "late":
-            assert got[-1].finish_reason == "deadline"
-        elif kind == "sampled":
-            assert len(tokens(got)) == new
-        else:
-            assert tokens(got) == whole[:new], (kind, request)
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*(one(i) for i in range(20)))
-        await asyncio.gather(*(one(i) for i in range(20, 40)))
-
-    asyncio.run(all_of_them())
-    assert compiled[programs:] == []
-    assert idle(engine)
 
 
 def test_cancelling_by_name(engine, alone) -> None:
@@ -385,7 +422,11 @@ def test_a_callers_loop_that_is_gone_harms_nobody(engine, alone) -> None:
         (asked("b", []), "empty"),
         (asked("c", [VOCAB]), "outside"),
         (asked("d", [3], temperature=-1.0), "temperature"),
-        (asked("e", [3], strategy="tree:9x9x80"), "fit into a slot here / this server has auto, plain, tree:2x2x4"),
+        (
+            asked("e", [3], strategy="tree:9x9x80"),
+            "80 tokens wide / a slot here has room for 34.* this server has auto, plain, tree:2x2x4",
+        ),
+        (asked("h", [3], strategy="tree:1x50x3"), "50 tokens wide"),
         (asked("f", [3], strategy="tree:1"), "not known"),
         (asked("g", [3], logprobs=21), "at most 20"),
     ],
@@ -412,7 +453,7 @@ def test_without_a_draft_all_is_plain(pair) -> None:
     engine = Engine(pair[0], None, SETTINGS)
     for strategy in (None, "auto", "plain"):
         engine.check(asked("a", [3], strategy=strategy))
-        assert engine._strategy_of(asked("a", [3], strategy=strategy)) == "plain"
+        assert engine._strategies.of(asked("a", [3], strategy=strategy)) == "plain"
     assert list(engine.strategies) == ["plain"]
     with pytest.raises(UserError, match="chain:9 needs a draft"):
         engine.check(asked("a", [3], strategy="chain:9"))
@@ -421,8 +462,8 @@ def test_without_a_draft_all_is_plain(pair) -> None:
 @pytest.mark.parametrize("default", ["plain", "auto"])
 def test_auto_is_plain_where_nothing_else_is_compiled(pair, default: str) -> None:
     engine = Engine(*pair, dataclasses.replace(SETTINGS, strategy=default, strategies=("plain",)))
-    assert engine._strategy_of(asked("a", [3], strategy="auto")) == "plain"
-    assert engine._strategy_of(asked("a", [3])) == "plain"
+    assert engine._strategies.of(asked("a", [3], strategy="auto")) == "plain"
+    assert engine._strategies.of(asked("a", [3])) == "plain"
 
 
 def test_full_queue_and_names_in_use(engine) -> None:
@@ -474,12 +515,37 @@ def test_draining_lets_the_running_finish_and_cancels_at_the_limit(engine, alone
     assert asyncio.run(cut())[-1].finish_reason == "cancelled"
 
 
+def test_draining_does_not_wait_for_a_long_program(engine, monkeypatch) -> None:
+    other, go_on = Engine(engine._target, engine._draft, SETTINGS), threading.Event()
+    monkeypatch.setattr(other._runner, "warm_up", lambda: None)
+    monkeypatch.setattr(other._runner, "read", lambda *_: go_on.wait(60))  # "compiles"
+    monkeypatch.setattr("eagle3_jax.serving.engine._LAST_STEP", 0.1)
+
+    async def drain() -> list[Delta]:
+        task = asyncio.create_task(collect(other, asked("left", PROMPTS[1])))
+        await asyncio.sleep(0)
+        other.start()
+        await asyncio.wait_for(other.drain(0.1), 5)
+        return await asyncio.wait_for(task, 5)
+
+    assert asyncio.run(drain())[-1].finish_reason == "cancelled" and other.state == "draining"
+    go_on.set()
+    other._thread.join(10)
+    assert not other._thread.is_alive()
+
+
 def test_a_dead_engine_is_seen(engine, monkeypatch) -> None:
     other = Engine(engine._target, engine._draft, SETTINGS)
     monkeypatch.setattr(other._runner, "warm_up", lambda: None)
     monkeypatch.setattr(other._runner, "round", lambda *_: 1 / 0)
-    other.start()
-    for deltas in run(other, *(asked(f"dies {i}", PROMPTS[i]) for i in range(5))):
+
+    async def ask() -> list[list[Delta]]:
+        tasks = [asyncio.create_task(collect(other, asked(f"dies {i}", PROMPTS[i]))) for i in range(5)]
+        await asyncio.sleep(0)
+        other.start()
+        return await asyncio.gather(*tasks)
+
+    for deltas in asyncio.run(ask()):
         assert deltas[-1].finish_reason == "error" and "ZeroDivisionError" in deltas[-1].error
     assert other.state == "dead" and "ZeroDivisionError" in other.error
     with pytest.raises(EngineStopped, match="ZeroDivisionError"):

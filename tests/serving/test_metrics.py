@@ -45,7 +45,7 @@ class Scripted:
             self.closed += 1
 
     def stats(self):
-        counts = {"prompt_tokens_total": 30, "prefix_hit_tokens_total": 12}
+        counts = {"prefix_queries_total": 30, "prefix_hits_total": 12}
         return SimpleNamespace(running=2, waiting=5, kv_tokens_used=64, kv_tokens_total=256, **counts)
 
 
@@ -132,6 +132,15 @@ def test_the_engine_s_own_state():
     got = run(Scripted(ANSWER))
     assert (got["num_requests_running"], got["num_requests_waiting"], got["kv_cache_usage_perc"]) == (2, 5, 0.25)
     assert (got["prefix_cache_queries_total"], got["prefix_cache_hits_total"]) == (30, 12)
+
+
+def test_drafts_that_are_not_finite_are_counted_each_time_and_told_once(lines):
+    bad = [dataclasses.replace(delta, finite=delta.accepted is None) for delta in ANSWER]
+    got = run(Scripted(tuple(bad)), requests=2)
+    assert got["spec_decode_num_nonfinite_drafts_total"] == got["spec_decode_num_drafts_total"] == 2 * 3
+    told = [line for line in lines() if "not finite" in line["event"]]
+    assert len(told) == 1 and told[0]["level"] == "warning" and told[0]["strategy"] == "chain:3"
+    assert run(Scripted(ANSWER))["spec_decode_num_nonfinite_drafts_total"] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 import contextlib
 import socket
+import threading
 
 import httpx2 as httpx
 import openai
 import pytest
 
+from eagle3_jax.data.detokeniser import Vocabulary
+from eagle3_jax.serving.api import fields
 from eagle3_jax.serving.requests import Delta, EngineStopped, QueueFull
 from tests.serving.fake_engine import (
     HI,
     HTTP,
+    TOKENIZER,
     VOCAB,
     byte_tokenizer,
     connect,
@@ -35,28 +39,33 @@ from tests.serving.fake_engine import (
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "temperature": "0.5"}, "temperature"),
         ({"prompt": "a", "temperature": True}, "temperature"),
-        ({"prompt": "a", "top_p": 0}, None),
-        ({"prompt": "a", "top_p": 1.1}, None),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "top_p": 1.1}, "top_p"),
         ({"prompt": "a", "top_k": 1.5}, "top_k"),
-        ({"prompt": "a", "min_p": 1}, None),
+        ({"prompt": "a", "min_p": 1}, "min_p"),
         ({"prompt": "a", "n": 0}, "n"),
         ({"prompt": "a", "n": 129}, "n"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "max_tokens": 4096}, None),  # with the prompt one too many
+        ({"prompt": "a", "max_tokens": 4096}, "prompt"),  # with the prompt one too many
         ({"prompt": "a", "seed": 2**64}, "seed"),
         ({"prompt": "a", "stop": ""}, "stop"),
         ({"prompt": "a", "stop": ["a"] * 33}, "stop"),
         ({"prompt": "a", "stop": 3}, "stop"),
-        ({"prompt": "a", "stop_token_ids": [VOCAB]}, None),
-        ({"prompt": "a", "min_tokens": 20}, None),  # more than max_tokens
+        ({"prompt": "a", "stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ({"prompt": "a", "min_tokens": 20}, "min_tokens"),  # more than max_tokens
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1"),
-        ({"prompt": "a", "logit_bias": {"100000": 1}}, None),
+        ({"prompt": "a", "logit_bias": {"01": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"100000": 1}}, "logit_bias"),
         ({"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
         ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
         ({"prompt": "a", "eagle3": {"strategies": "plain"}}, "eagle3.strategies"),
+        ({"prompt": "a", "eagle3": {"strategy": "chain:9"}}, "eagle3.strategy"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "temperature": 1e39}, "temperature"),
+        ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": None}, "prompt"),
@@ -82,7 +91,9 @@ from tests.serving.fake_engine import (
         ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"messages": HI, "functions": []}, "functions"),
         ({"messages": HI, "modalities": ["audio"]}, "modalities.0"),
-        ({"messages": HI, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"messages": HI, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"messages": HI, "chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+        ({"messages": HI, "chat_template_kwargs": {"chat_template": "{{ message }}"}}, "chat_template_kwargs"),
         ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
         ({"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ],
@@ -108,6 +119,10 @@ def test_what_is_not_supported_is_refused(server, body, param):
         b'{"prompt": "\\ud800"}',
         b"[" * 100_000,
         b'{"prompt": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"a":'
+        + b"[" * 3000
+        + b"]" * 3000
+        + b"}}}}",
     ],
     ids=lambda raw: repr(raw[:30]),
 )
@@ -129,6 +144,7 @@ def test_api_key():
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sécret".encode()}):
                 refused(post(server, path, {"prompt": "a"}, headers=headers), 401)
         refused(get(server[0] + "/v1/models"), 401)
+        refused(post(server, "/v1/completions", {"prompt": "a"}, headers={"Content-Type": "text/plain"}), 401)
         assert get(server[0] + "/health").status_code == 200
         good = {"Authorization": "Bearer sécret".encode()}
         assert post(server, "/v1/completions", {"prompt": "a"}, headers=good).status_code == 200
@@ -151,20 +167,68 @@ def test_body_limit():
 def test_an_upload_that_breaks_off_is_no_error_of_ours(server, caplog):
     host, port = server[0].removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"prompt":')
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        )
+        connection.sendall(head + b'{"prompt":')
     assert post(server, "/v1/completions", {"prompt": "a"}).status_code == 200
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_text_that_cannot_fit_is_not_even_tokenised(server):
+def test_only_json_is_taken(server):
+    """A page of another origin can send text or a form to any server, without asking; JSON it cannot."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "application/jsonx"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            said = refused(post(server, path, content=b'{"prompt": "a"}', headers={"Content-Type": kind}), 415)
+            assert "application/json" in said
+    for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        answer = post(server, "/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+        assert answer.status_code == 200
+
+
+def test_a_text_that_cannot_fit_is_not_even_tokenised(server, monkeypatch):
+    monkeypatch.setattr(type(TOKENIZER), "__call__", lambda *_, **__: pytest.fail("tokenised"))
     long = "a" * 10**6
-    chat = {"messages": [{"role": "user", "content": long}]}
-    for path, body in (("/v1/completions", {"prompt": long}), ("/v1/chat/completions", chat)):
-        assert "1000000 characters" in refused(post(server, path, body))
+    for path, body, param in (
+        ("/v1/completions", {"prompt": long}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
+        ("/tokenize", {"prompt": long}, "prompt"),
+        ("/tokenize", {"prompt": long, "add_special_tokens": False}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "name": long, "content": "a"}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * 4097}, "tokens"),
+    ):
+        assert "4096" in refused(post(server, path, body), 400, param)
+
+
+def test_nothing_is_read_or_tokenised_on_the_event_loop(server, monkeypatch):
+    """Which has the streams of all others to send."""
+    threads = []
+
+    def noted(function):
+        return lambda *args, **more: (threads.append(threading.current_thread().name), function(*args, **more))[1]
+
+    for place, name in (
+        (type(TOKENIZER), "__call__"),
+        (type(TOKENIZER), "apply_chat_template"),
+        (fields.json, "loads"),
+        (Vocabulary, "bytes_of"),
+    ):
+        monkeypatch.setattr(place, name, noted(getattr(place, name)))
+    for path, body in (("/v1/completions", {"prompt": [5], "echo": True}), ("/v1/chat/completions", {"messages": HI})):
+        assert post(server, path, body | {"max_tokens": 1}).status_code == 200
+    for path, body in (
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"messages": HI}),
+        ("/detokenize", {"tokens": [5]}),
+    ):
+        assert post(server, path, body).status_code == 200
+    loop = [name for name in threads if not name.startswith("texts")]
+    assert len(threads) > 10 and len(loop) <= 2 + 5, threads  # a token of each answer, and this test's own client
 
 
 def test_more_choices_than_the_server_holds_are_refused():
-    with fake_server(saying("a"), most_requests=4) as server:
+    with fake_server(saying("a"), service={"most_requests": 4}) as server:
         assert "4 at most" in refused(post(server, "/v1/completions", {"prompt": ["a"] * 3, "n": 2}))
         assert post(server, "/v1/completions", {"prompt": ["a"] * 2, "n": 2}).status_code == 200
 

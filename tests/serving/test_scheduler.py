@@ -10,13 +10,13 @@ from eagle3_jax.serving.scheduler import Chunk, Round, Scheduler, Sequence
 from tests.tiny import random_draft
 
 
-def sequence(prompt: int, strategy: str = "plain") -> Sequence:
-    request = Request("name", tuple(range(3, 3 + prompt)), e3.SamplingParams(), strategy)
+def sequence(prompt: int, strategy: str = "plain", begin: tuple[int, ...] = ()) -> Sequence:
+    request = Request("name", (*begin, *range(3, 3 + prompt)), e3.SamplingParams(), strategy)
     return Sequence(request, strategy, frozenset(), 10, print)
 
 
-def scheduler(*waiting: Sequence, slots: int = 4, chunk: int = 8) -> Scheduler:
-    made = Scheduler(SlotCache(slots, drafts=False, reuse=False), chunk)
+def scheduler(*waiting: Sequence, slots: int = 4, chunk: int = 8, reuse: bool = False) -> Scheduler:
+    made = Scheduler(SlotCache(slots, drafts=reuse, reuse=reuse), chunk)
     made.waiting.extend(waiting)
     made.admit()
     return made
@@ -26,7 +26,7 @@ def step(made: Scheduler) -> Chunk | Round | None:
     """Runs what is next, as the engine would."""
     action = made.next()
     if isinstance(action, Chunk):
-        action.sequence.slot.read = action.stop
+        action.sequence.slot.read = action.sequence.slot.draft_read = action.stop
         if action.stop == len(action.sequence.request.prompt):
             made.prompt_read(action.sequence)
     return action
@@ -105,14 +105,56 @@ def test_what_of_a_prompt_need_not_be_read() -> None:
         assert place.slot.text == prompt and place.slot.busy and cache.free == []
 
 
+def test_a_burst_of_one_prompt_is_read_once() -> None:
+    burst = [sequence(50) for _ in range(3)]
+    other = sequence(20, begin=(9999,))
+    made = scheduler(*burst[:2], other, burst[2], reuse=True)
+    assert list(made.reading) == [burst[0], other] and list(made.waiting) == burst[1:]
+    read, admitted = [], []
+    while not admitted:
+        read.append(step(made))
+        admitted = made.admit()
+    assert any(isinstance(action, Chunk) and action.sequence is other for action in read)  # it does not wait
+    assert [one for one, _ in admitted] == burst[1:]
+    assert [place.copy_from for _, place in admitted] == [burst[0].slot.row] * 2
+    assert [50 - one.slot.read <= 16 for one in burst[1:]] == [True, True]  # which one small program reads
+
+
+def test_who_waits_for_a_prompt_reads_it_if_the_other_leaves() -> None:
+    first, second = sequence(50), sequence(50)
+    made = scheduler(first, second, reuse=True)
+    step(made)
+    made.remove(first)
+    assert [(one, place.slot.read) for one, place in made.admit()] == [(second, 7)]
+
+
+def test_a_short_common_beginning_is_neither_waited_for_nor_copied() -> None:
+    some = [sequence(30), sequence(30, begin=tuple(range(3, 15)))]
+    made = scheduler(*some, reuse=True)
+    assert list(made.reading) == some and some[1].slot.read == 0
+
+
 def test_a_busy_or_much_longer_text_is_copied_from() -> None:
-    text = list(range(10, 30))
-    for length, free, copies in ((20, False, True), (20, True, False), (9, True, True)):
+    text = list(range(10, 60))
+    for length, free, copies in ((50, False, True), (50, True, False), (20, True, True)):
         cache = SlotCache(3, drafts=True, reuse=True)
-        row = held(cache, text, 20, 20, free)
+        row = held(cache, text, 50, 50, free)
         place = cache.take([*text[:length], 1])
         assert place.slot.read == length - 1 and place.copy_from == (row if copies else None)
         assert (place.slot.row == row) != copies
+        assert (cache.queries, cache.hits) == (length + 2, length - 1)  # and the one token of `held`
+
+
+def test_of_equal_texts_the_free_slot_is_taken() -> None:
+    cache = SlotCache(3, drafts=True, reuse=True)
+    text = list(range(10, 60))
+    slots = [cache.take([i]).slot for i in range(3)]
+    for slot in slots:
+        slot.text, slot.read, slot.draft_read = text, 50, 50
+    cache.give_back(slots[2])
+    cache.give_back(slots[1])
+    place = cache.take([*text, 1])
+    assert place.slot in slots[1:] and place.copy_from is None
 
 
 def test_what_a_failed_request_left_is_not_used() -> None:

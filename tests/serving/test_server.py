@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
 import threading
@@ -40,6 +41,14 @@ class Slow(FakeEngine):
 
     def left_running(self) -> bool:
         return any(thread.name == "client" for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def cuts(monkeypatch):
+    """After how many seconds, at the latest, processes would have been cut: this one is not."""
+    seconds = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda after, exit: seconds.append(after))
+    return seconds
 
 
 @contextlib.contextmanager
@@ -109,6 +118,23 @@ def test_a_signal_while_programs_are_compiled_ends_it_without_waiting(monkeypatc
         while not code and time.monotonic() < limit:
             time.sleep(0.05)
     assert codes == [0] and engine.state == "warming"
+
+
+def test_a_signal_ends_the_process_whatever_the_engine_is_doing(monkeypatch, cuts):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    engine = FakeEngine(saying("a"))
+
+    async def drain(seconds):
+        engine.state = "draining"  # and it stays so: the engine's thread is in a program that does not end
+
+    engine.drain = drain
+    with started(engine, 0.1) as (server, _, code):
+        server.handle_exit(signal.SIGTERM, None)
+        limit = time.monotonic() + 10
+        while not code and time.monotonic() < limit:
+            time.sleep(0.05)
+    assert codes == [0] and cuts == [0.1 + 10]
 
 
 def test_a_dead_engine_is_seen_and_ends_the_server():

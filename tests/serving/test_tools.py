@@ -67,6 +67,8 @@ def test_the_format_is_read_off_the_template():
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}]
+TOOLS[0]["function"] |= {"strict": None}
+TOOLS[0] |= {"cache": None}  # null is not given
 ASK = [{"role": "user", "content": "a"}]
 
 
@@ -87,6 +89,10 @@ def test_calls_over_the_api(size):
             final = stream.get_final_completion().choices[0]
         assert final.finish_reason == "tool_calls" and not final.message.content
         assert json.loads(final.message.tool_calls[0].function.arguments) == ARGUMENTS
+        many = client.chat.completions.create(**settings, parallel_tool_calls=True)  # as the model likes, as always
+        assert many.choices[0].message.tool_calls
+        with pytest.raises(openai.BadRequestError, match="parallel_tool_calls"):
+            client.chat.completions.create(**settings, parallel_tool_calls=False)
         unasked = client.chat.completions.create(**settings | {"tool_choice": "none"})
         assert unasked.choices[0].message.content.startswith(" [{") and not unasked.choices[0].message.tool_calls
         assert '"weather"' not in tokenizer.decode(engine.requests[-1].prompt)

@@ -14,7 +14,7 @@ from eagle3_jax.serving import page
 from eagle3_jax.serving.api.chat import chat_completions
 from eagle3_jax.serving.api.completions import completions
 from eagle3_jax.serving.api.errors import ApiError, error_response
-from eagle3_jax.serving.api.guards import ApiKey, SizeLimit, Traced
+from eagle3_jax.serving.api.guards import ApiKey, JsonOnly, SizeLimit, Traced
 from eagle3_jax.serving.api.service import Service
 from eagle3_jax.serving.api.tokens import detokenize, health, metrics, model, models, tokenize
 from eagle3_jax.serving.requests import EngineStopped, QueueFull
@@ -29,12 +29,11 @@ def create_app(
     cors_origins: Sequence[str] = (),
 ) -> Starlette:
     """The server as an ASGI application. max_body: in bytes. cors_origins: pages of other hosts that may call it."""
-    guards = [Middleware(SizeLimit, limit=max_body)]
-    if api_key is not None:
-        guards.insert(0, Middleware(ApiKey, key=api_key))
+    keyed = [] if api_key is None else [Middleware(ApiKey, key=api_key)]
+    posted = [*keyed, Middleware(JsonOnly), Middleware(SizeLimit, limit=max_body)]
 
     def guarded(path: str, endpoint: Any, method: str) -> Route:
-        return Route(path, endpoint, methods=[method], middleware=guards)
+        return Route(path, endpoint, methods=[method], middleware=posted if method == "POST" else keyed)
 
     routes = [
         guarded("/v1/chat/completions", chat_completions, "POST"),
@@ -51,7 +50,7 @@ def create_app(
     if cors_origins:
         allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id"]}
         middleware.append(Middleware(CORSMiddleware, allow_origins=list(cors_origins), **allowed))
-    expected = (ApiError, UserError, QueueFull, EngineStopped, HTTPException)
+    expected = (ApiError, UserError, QueueFull, EngineStopped, RecursionError, HTTPException)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(expected, error_response))
     app.state.service = service
     return app

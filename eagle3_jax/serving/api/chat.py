@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import json
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -8,9 +9,9 @@ from starlette.responses import Response
 from eagle3_jax.data.template import prompt_ids
 from eagle3_jax.serving.api.answer import Answer, AnswerToken, Piece
 from eagle3_jax.serving.api.errors import ApiError
-from eagle3_jax.serving.api.fields import ChatBody, parse
+from eagle3_jax.serving.api.fields import ChatBody, TokenizeBody, parse
 from eagle3_jax.serving.api.logprobs import chat_logprobs
-from eagle3_jax.serving.api.messages import template_messages
+from eagle3_jax.serving.api.messages import template_messages, template_variables
 from eagle3_jax.serving.api.respond import Exchange, respond
 from eagle3_jax.serving.api.service import Service, new_id
 from eagle3_jax.serving.api.tools import Call, ToolFormat, check_tools
@@ -18,33 +19,47 @@ from eagle3_jax.serving.api.tools import Call, ToolFormat, check_tools
 
 async def chat_completions(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
-    body = parse(ChatBody, await http.body())
+    exchange = await service.in_thread(_exchange, service, await http.body())
+    return await respond(http, service, exchange)
+
+
+def _exchange(service: Service, raw: bytes) -> Exchange:
+    body = parse(ChatBody, raw)
     service.check_model(body.model)
     tools = check_tools(body.tools or [], body.tool_choice)
     if tools and body.response_format and body.response_format.get("type") != "text":
         raise ApiError(400, "response_format with tools is not supported", "response_format")
+    if tools and body.parallel_tool_calls is False:
+        raise ApiError(400, "parallel_tool_calls: false with tools is not supported", "parallel_tool_calls")
     tool_format = _tool_format(service, tools)
-    prompt = await service.in_thread(chat_prompt, service, body.messages, tools)
+    prompt = chat_prompt(service, body, tools)
     service.check_ready()
     answer_id = new_id("chatcmpl")
-    requests = await service.requests(body, answer_id, [prompt])
+    requests = service.requests(body, answer_id, [prompt])
     choices = [ChatChoice(service, body, i, tool_format) for i in range(len(requests))]
     kinds = ("chat.completion", "chat.completion.chunk")
-    exchange = Exchange(answer_id, *kinds, requests, choices, len(prompt), body.include_usage, body.eagle3)
-    return await respond(http, service, exchange, bool(body.stream))
+    return Exchange(answer_id, *kinds, requests, choices, len(prompt), body)
 
 
-def chat_prompt(service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+def chat_prompt(service: Service, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> list[int]:
     """The ids of a chat, exactly as training sees them. Raises ApiError or UserError if it cannot be rendered."""
-    tokenizer = service.tokenizer
-    template = tokenizer.chat_template or ""
-    rendered = template_messages(messages, knows_developer="developer" in str(template))
-    service.check_length(sum(len(message["content"]) for message in rendered))
-    options = {"tools": tools} if tools else {}
-    ids = prompt_ids(tokenizer, rendered, where="messages", **options)
-    if tools and ids == prompt_ids(tokenizer, rendered, where="messages"):
+    service.check_length(sum(map(_characters, (body.messages, tools, body.chat_template_kwargs))), "messages")
+    template = str(service.tokenizer.chat_template or "")
+    rendered = template_messages(body.messages, knows_developer="developer" in template)
+    own = template_variables(body.chat_template_kwargs or {}, template, service.tokenizer)
+
+    def ids(tools: list[dict[str, Any]] | None) -> list[int]:
+        return prompt_ids(service.tokenizer, rendered, "messages", tools, {**service.template, **own})
+
+    prompt = ids(tools)
+    if tools and prompt == ids(None):
         raise ApiError(400, "tools: the model's chat template takes none", "tools")
-    return ids
+    return prompt
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a JSON value, and a few for each member."""
+    return 0 if value is None else len(json.dumps(value, ensure_ascii=False))
 
 
 def _tool_format(service: Service, tools: list[dict[str, Any]] | None) -> ToolFormat | None:

@@ -19,20 +19,22 @@ _MOST_PROMPTS = 128
 
 async def completions(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
-    body = parse(CompletionBody, await http.body())
+    exchange = await service.in_thread(_exchange, service, await http.body())
+    return await respond(http, service, exchange)
+
+
+def _exchange(service: Service, raw: bytes) -> Exchange:
+    body = parse(CompletionBody, raw)
     service.check_model(body.model)
     given = prompts_of(body.prompt)
-    prompts = await service.in_thread(lambda: [_ids(service, prompt) for prompt in given])
+    prompts = [_ids(service, prompt) for prompt in given]
     service.check_ready()
     answer_id = new_id("cmpl")
-    requests = await service.requests(body, answer_id, prompts)
+    requests = service.requests(body, answer_id, prompts)
     echoes = [_echo(service, prompt) if body.echo else "" for prompt in given]
     each = body.n or 1
     choices = [CompletionChoice(service, body, i, echoes[i // each]) for i in range(len(requests))]
-    kinds = ("text_completion", "text_completion")
-    length = sum(map(len, prompts))
-    exchange = Exchange(answer_id, *kinds, requests, choices, length, body.include_usage, body.eagle3)
-    return await respond(http, service, exchange, bool(body.stream))
+    return Exchange(answer_id, "text_completion", "text_completion", requests, choices, sum(map(len, prompts)), body)
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
@@ -53,7 +55,7 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
 
 def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
-        service.check_length(len(prompt))
+        service.check_length(len(prompt), "prompt")
     ids = text_ids(service.tokenizer, prompt) if isinstance(prompt, str) else prompt
     if not ids:
         raise ApiError(400, "prompt is empty: give at least one token", "prompt")

@@ -52,6 +52,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error))
         case ClientDisconnect():
             return ApiError(CLIENT_LEFT, "the client left before its request was whole")
+        case RecursionError():
+            return ApiError(400, "the body is nested too deeply")
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))
         case _:

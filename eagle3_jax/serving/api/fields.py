@@ -1,25 +1,34 @@
 """What the body of a request may hold: types and defaults. A field that is not here is refused, never ignored.
 
-null counts as not given, as with OpenAI. Fields that say who asks and change no answer (`user`, `metadata`) are taken.
+null counts as not given, as with OpenAI, in objects within the body as well. Fields that say who asks and change no
+answer (`user`, `metadata`) are taken.
 """
 
 import json
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eagle3_jax.serving.api.errors import ApiError
 
 MOST_CHOICES = 128
 MOST_TOP_LOGPROBS = 20
-_MOST_STOPS, _LONGEST_STOP = 32, 1024
+_MOST_STOPS, _LONGEST_STOP, _MOST_STOP_TOKENS = 32, 1024, 1024
 
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
+_LARGEST = 3.4e38  # of a float32
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
 
 
 class StreamOptions(Strict):
@@ -42,18 +51,18 @@ class Sampled(Strict):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: float | None = None
+    temperature: Annotated[float, Field(ge=0, le=_LARGEST)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: float | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=_MOST_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=_LARGEST)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: dict[str, Any] | None = None
     eagle3: Eagle3Options | None = None
@@ -61,6 +70,7 @@ class Sampled(Strict):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -82,16 +92,18 @@ class Sampled(Strict):
 
 
 class ChatBody(Sampled):
+    prompt_field: ClassVar[str] = "messages"
+    default_longest: ClassVar[float] = math.inf  # most tokens of an answer where none are asked for
+
     messages: list[dict[str, Any]]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
-
-    default_longest: ClassVar[float] = math.inf
 
     @property
     def longest(self) -> int | None:
@@ -111,12 +123,13 @@ class ChatBody(Sampled):
 
 
 class CompletionBody(Sampled):
+    prompt_field: ClassVar[str] = "prompt"
+    default_longest: ClassVar[float] = 16
+
     prompt: Any
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
-
-    default_longest: ClassVar[float] = 16
 
     @property
     def longest(self) -> int | None:
@@ -141,6 +154,7 @@ class TokenizeBody(Strict):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
 
 
@@ -154,8 +168,9 @@ def parse(kind: type[Strict], raw: bytes) -> Any:
     content = _json(raw)
     if not isinstance(content, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(content).__name__}")
-    given = {name: value for name, value in content.items() if value is not None or name not in _UNSUPPORTED}
-    if refused := [name for name in given if name in _UNSUPPORTED and name not in kind.model_fields]:
+    unsupported = _UNSUPPORTED - kind.model_fields.keys()
+    given = {name: value for name, value in content.items() if value is not None or name not in unsupported}
+    if refused := [name for name in given if name in unsupported]:
         raise ApiError(400, f"{refused[0]} is not supported by this server", refused[0], "unsupported_parameter")
     try:
         body = kind.model_validate(given)
@@ -169,9 +184,9 @@ def parse(kind: type[Strict], raw: bytes) -> Any:
 # Fields of OpenAI's and vLLM's that this server has not; null is taken for them.
 _UNSUPPORTED = {
     *("audio", "function_call", "functions", "prediction", "reasoning_effort", "verbosity", "web_search_options"),
-    *("suffix", "best_of", "moderation", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
-    *("guided_grammar", "prompt_logprobs", "use_beam_search", "length_penalty", "include_stop_str_in_output"),
-    *("skip_special_tokens", "continue_final_message", "add_generation_prompt", "chat_template", "bad_words"),
+    *("suffix", "best_of", "moderation", "prompt_cache_options", "structured_outputs", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "prompt_logprobs", "use_beam_search", "length_penalty", "skip_special_tokens"),
+    *("include_stop_str_in_output", "continue_final_message", "add_generation_prompt", "chat_template", "bad_words"),
     *("chat_template_kwargs", "truncate_prompt_tokens", "allowed_token_ids", "logits_processors"),
 }
 

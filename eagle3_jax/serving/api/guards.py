@@ -1,4 +1,4 @@
-"""What every request passes before its handler: an id and a line of log; the API key; the limit of its size."""
+"""What every request passes before its handler: an id and a line of log; the API key; its body's type and size."""
 
 import hmac
 import logging
@@ -62,6 +62,21 @@ class ApiKey:
         if not hmac.compare_digest(given, self._expected):
             challenge = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
+        await self._app(scope, receive, send)
+
+
+class JsonOnly:
+    """Refuses bodies that are not said to be JSON. A page of another origin may send any server text or a form without
+    asking; for JSON its browser asks first, and CORS says no."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("content-type", "")
+        if given.partition(";")[0].strip().lower() != "application/json":
+            said = f"not {given[:100]}" if given else "which is missing"
+            raise ApiError(415, f"send the body with Content-Type: application/json, {said}")
         await self._app(scope, receive, send)
 
 

@@ -1,6 +1,8 @@
 """Chat messages as a client sends them, as the model's chat template takes them."""
 
+import inspect
 import json
+import re
 from typing import Any
 
 from eagle3_jax.serving.api.errors import ApiError
@@ -19,6 +21,19 @@ def template_messages(messages: list[dict[str, Any]], knows_developer: bool = Fa
     if not messages:
         raise ApiError(400, "messages is empty: give at least one", "messages")
     return [_message(message, f"messages[{i}]", knows_developer) for i, message in enumerate(messages)]
+
+
+def template_variables(given: dict[str, Any], template: str, tokenizer: Any) -> dict[str, Any]:
+    """What `chat_template_kwargs` gives a chat template besides the messages. Raises ApiError for a name that is not a
+    variable of the template, so that none is ignored, and for those that are set in other ways."""
+    variables = {name: value for name, value in given.items() if value is not None}
+    for name in variables:
+        where = f"chat_template_kwargs.{name}"
+        if name in inspect.signature(tokenizer.apply_chat_template).parameters or name == "messages":
+            raise ApiError(400, f"{where} is not a variable of the chat template", "chat_template_kwargs")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ApiError(400, f"{where}: the model's chat template has no such variable", "chat_template_kwargs")
+    return variables
 
 
 def _message(message: dict[str, Any], where: str, knows_developer: bool) -> dict[str, Any]:
@@ -53,7 +68,7 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text":
         raise ApiError(400, f"{where} is of type {kind}: this server reads text only", where)
-    if extra := part.keys() - {"type", "text"}:
+    if extra := [name for name, value in part.items() if name not in ("type", "text") and value is not None]:
         raise ApiError(400, f"{where}.{min(extra)} is not supported", where)
     return _text(part.get("text"), f"{where}.text")
 

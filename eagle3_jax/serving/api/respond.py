@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from eagle3_jax.serving.api.answer import Answer, Piece
 from eagle3_jax.serving.api.errors import CLIENT_LEFT, as_api_error
-from eagle3_jax.serving.api.fields import Eagle3Options
+from eagle3_jax.serving.api.fields import Sampled
 from eagle3_jax.serving.api.generation import Generation
 from eagle3_jax.serving.api.service import Service
 from eagle3_jax.serving.api.stats import Stats, piece_stats
@@ -44,7 +44,8 @@ class Choice(Protocol):
 class Exchange:
     """One API request with what it needs to be answered. choices: one for each request.
 
-    kind, chunk_kind: the `object` of a whole answer and of a chunk. prompt_tokens: of each prompt once.
+    kind, chunk_kind: the `object` of a whole answer and of a chunk. prompt_tokens: of each prompt once. body: what was
+    asked for.
     """
 
     id: str
@@ -53,8 +54,7 @@ class Exchange:
     requests: Sequence[Request]
     choices: Sequence[Choice]
     prompt_tokens: int
-    include_usage: bool
-    eagle3: Eagle3Options | None
+    body: Sampled
     stats: Stats = field(default_factory=Stats)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,12 +67,12 @@ class Exchange:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": generated, "total_tokens": total}
 
 
-async def respond(http: HttpRequest, service: Service, exchange: Exchange, stream: bool) -> Response:
+async def respond(http: HttpRequest, service: Service, exchange: Exchange) -> Response:
     """Generates and answers. A client that leaves cancels its requests."""
     http.state.facts["answer_id"] = exchange.id
     answers = [choice.answer for choice in exchange.choices]
     generation = Generation(service.observed.stream, exchange.requests, answers)
-    if not stream:
+    if not exchange.body.stream:
         return await _unless_left(http, generation, _whole(service, exchange, generation))
     try:
         await generation.start()
@@ -89,7 +89,7 @@ async def _whole(service: Service, exchange: Exchange, generation: Generation) -
         exchange.stats.take(number, piece, tokens)
     body = exchange.envelope(service, exchange.kind, [choice.whole() for choice in exchange.choices])
     body["usage"] = exchange.usage()
-    if exchange.eagle3:
+    if exchange.body.eagle3:
         body["eagle3"] = exchange.stats.body()
     return JSONResponse(body)
 
@@ -130,7 +130,7 @@ async def _events(service: Service, exchange: Exchange, generation: Generation) 
     """Chunks as server-sent events. The last one carries usage or the last finish_reason, and the `eagle3` object."""
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
-        if exchange.include_usage:
+        if exchange.body.include_usage:
             more = {"usage": None} | more
         return _event(exchange.envelope(service, exchange.chunk_kind, choices) | more)
 
@@ -144,10 +144,10 @@ async def _events(service: Service, exchange: Exchange, generation: Generation) 
             left -= piece.finish_reason is not None
             content = exchange.choices[number].push(piece)
             if content is not None:
-                last = left == 0 and not exchange.include_usage
+                last = left == 0 and not exchange.body.include_usage
                 yield chunk([content], **_eagle3(exchange, content, piece, last))
-        if exchange.include_usage:
-            final = {"eagle3": exchange.stats.body()} if exchange.eagle3 else {}
+        if exchange.body.include_usage:
+            final = {"eagle3": exchange.stats.body()} if exchange.body.eagle3 else {}
             yield chunk([], usage=exchange.usage(), **final)
     except Exception as error:
         yield _event(as_api_error(error).body())
@@ -157,10 +157,10 @@ async def _events(service: Service, exchange: Exchange, generation: Generation) 
 def _eagle3(exchange: Exchange, content: dict[str, Any], piece: Piece, last: bool) -> dict[str, Any]:
     """The `eagle3` of a chunk, if it has one: where its text came from (if the text is as generated), and at the end
     the sums."""
-    if exchange.eagle3 is None:
+    if exchange.body.eagle3 is None:
         return {}
     sent = content["text"] if "text" in content else content["delta"].get("content")
-    parts = piece_stats(piece) if exchange.eagle3.stats and sent and sent == piece.text else {}
+    parts = piece_stats(piece) if exchange.body.eagle3.stats and sent and sent == piece.text else {}
     found = parts | (exchange.stats.body() if last else {})
     return {"eagle3": found} if found else {}
 

@@ -4,18 +4,26 @@ The model's generation_config.json suggests no values here (vLLM takes them from
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from eagle3_jax.serving.api.errors import ApiError
 from eagle3_jax.serving.api.fields import ChatBody, CompletionBody
 from eagle3_jax.speculate.request import SamplingParams
 
+_TOKEN = re.compile("0|[1-9][0-9]{0,8}")
+
 
 def sampling_params(
-    body: ChatBody | CompletionBody, eos_token_ids: Collection[int], max_new_tokens: int
+    body: ChatBody | CompletionBody, eos_token_ids: Collection[int], vocab_size: int, max_new_tokens: int
 ) -> SamplingParams:
-    """stop_token_ids are stops besides the model's end tokens, as in vLLM; ignore_eos leaves the latter out."""
+    """stop_token_ids are stops besides the model's end tokens, as in vLLM; ignore_eos leaves the latter out.
+
+    Raises ApiError, naming the field, for tokens that the model has not and a min_tokens above the answer's length.
+    """
+    if (body.min_tokens or 0) > max_new_tokens:
+        raise ApiError(400, f"min_tokens {body.min_tokens} is more than max_tokens {max_new_tokens}", "min_tokens")
     stops = (() if body.ignore_eos else tuple(eos_token_ids)) + tuple(body.stop_token_ids or ())
+    _check_tokens("stop_token_ids", body.stop_token_ids or (), vocab_size)
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=_given(body.temperature, 1.0),
@@ -25,7 +33,7 @@ def sampling_params(
         repetition_penalty=_given(body.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(body.logit_bias or {}),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         min_tokens=body.min_tokens or 0,
         seed=body.seed,
         stop_token_ids=stops,
@@ -36,7 +44,15 @@ def _given(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _logit_bias(given: dict[str, float]) -> dict[int, float] | None:
-    if not all(re.fullmatch("[0-9]{1,9}", token) for token in given):
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float] | None:
+    if not all(map(_TOKEN.fullmatch, given)):
         raise ApiError(400, "logit_bias: its keys are token ids", "logit_bias")
-    return {int(token): bias for token, bias in given.items()} or None
+    bias = {int(token): value for token, value in given.items()}
+    _check_tokens("logit_bias", bias, vocab_size)
+    return bias or None
+
+
+def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise ApiError(400, f"{name}: token {outside} is outside 0..{vocab_size - 1}", name)

@@ -1,6 +1,7 @@
 """The process: a listening socket, signals, and an end that lets running answers finish."""
 
 import asyncio
+import faulthandler
 import logging
 import os
 import socket
@@ -14,6 +15,7 @@ from eagle3_jax.errors import UserError
 
 _log = logging.getLogger("eagle3_jax.serving")
 _DEAD_SECONDS = 1.0  # in which a dead engine is seen in /health and its clients get their errors
+_LAST_SECONDS = 10.0  # after --drain-seconds the process is gone: connections are closed, or it is cut
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -29,8 +31,8 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn, which ends when a signal comes or the engine dies.
 
-    The first SIGTERM or SIGINT ends it gracefully: no new requests, running ones have `drain_seconds` to finish. The
-    second ends it at once.
+    The first SIGTERM or SIGINT ends it gracefully: no new requests, running ones have `drain_seconds` to finish. Within
+    ten seconds more the process is gone, whatever its threads are doing. The second signal ends it at once.
     """
 
     def __init__(self, app: Starlette, engine: Any, drain_seconds: float):
@@ -42,16 +44,19 @@ class Server(uvicorn.Server):
     def run_on(self, listener: socket.socket) -> int:
         """Serves; returns the exit code: 0, or 1 if the engine died."""
         self.run([listener])
-        if self.engine.state == "warming":  # its thread compiles for minutes, and cannot be interrupted
+        code = 1 if self.engine_died else 0
+        if self.engine.state in ("warming", "draining"):  # its thread compiles for minutes, and cannot be interrupted
             sys.stderr.flush()
-            os._exit(0)
-        return 1 if self.engine_died else 0
+            os._exit(code)
+        return code
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self._signalled:
             print("second signal: ending at once", file=sys.stderr, flush=True)
             os._exit(128 + sig)
         self._signalled = True
+        # For what nothing in Python could end: it tells where all threads are, and exits with status 1.
+        faulthandler.dump_traceback_later(self.drain_seconds + _LAST_SECONDS, exit=True)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -1,5 +1,7 @@
 """POST /tokenize and /detokenize, as in vLLM; GET /v1/models and /health."""
 
+from typing import Any
+
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -13,31 +15,43 @@ from eagle3_jax.serving.api.tools import check_tools
 
 async def tokenize(http: HttpRequest) -> Response:
     service: Service = http.app.state.service
-    body = parse(TokenizeBody, await http.body())
+    return JSONResponse(await service.in_thread(_tokenized, service, await http.body()))
+
+
+def _tokenized(service: Service, raw: bytes) -> dict[str, Any]:
+    body = parse(TokenizeBody, raw)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
-    tokens = await service.in_thread(_tokens, service, body)
-    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_len})
-
-
-def _tokens(service: Service, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        return chat_prompt(service, body.messages, check_tools(body.tools or [], None))
-    if body.add_special_tokens:
-        return text_ids(service.tokenizer, body.prompt)
-    return service.tokenizer(body.prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = chat_prompt(service, body, check_tools(body.tools or [], None))
+    else:
+        service.check_length(len(body.prompt), "prompt")
+        special = body.add_special_tokens
+        tokens = text_ids(service.tokenizer, body.prompt) if special else _bare_ids(service, body.prompt)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_len}
+
+
+def _bare_ids(service: Service, text: str) -> list[int]:
+    return service.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 async def detokenize(http: HttpRequest) -> Response:
     """Special tokens come out by their names."""
     service: Service = http.app.state.service
-    body = parse(DetokenizeBody, await http.body())
+    return JSONResponse(await service.in_thread(_detokenized, service, await http.body()))
+
+
+def _detokenized(service: Service, raw: bytes) -> dict[str, str]:
+    body = parse(DetokenizeBody, raw)
     service.check_model(body.model)
+    if len(body.tokens) > service.max_len:
+        message = f"tokens: {len(body.tokens)} are more than this model's context, which is {service.max_len}"
+        raise ApiError(400, message, "tokens")
     if outside := [token for token in body.tokens if not 0 <= token < service.vocab_size]:
         raise ApiError(400, f"tokens: {outside[0]} is outside 0..{service.vocab_size - 1}", "tokens")
-    raw = b"".join(map(service.vocabulary.bytes_of, body.tokens))
-    return JSONResponse({"prompt": raw.decode(errors="replace")})
+    text = b"".join(map(service.vocabulary.bytes_of, body.tokens))
+    return {"prompt": text.decode(errors="replace")}
 
 
 async def models(http: HttpRequest) -> Response:

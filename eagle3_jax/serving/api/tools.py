@@ -75,11 +75,11 @@ def check_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise ApiError(400, f"tools[{i}] must be {{type: function, function: {{name, ..}}}}", f"tools[{i}]")
-        if unknown := tool.keys() - {"type", "function"}:
+        if unknown := _given(tool) - {"type", "function"}:
             raise ApiError(400, f"tools[{i}].{min(unknown)} is not supported", f"tools[{i}]")
         if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
             raise ApiError(400, f"tools[{i}].function.name must be 1 to 64 letters, digits, _ . -", f"tools[{i}]")
-        if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
+        if unknown := _given(function) - {"name", "description", "parameters", "strict"}:
             raise ApiError(400, f"tools[{i}].function.{min(unknown)} is not supported", f"tools[{i}]")
         if function.get("strict"):
             raise ApiError(400, f"tools[{i}].function.strict is not supported", f"tools[{i}]")
@@ -90,6 +90,11 @@ def check_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]
     if choice == "auto" and not tools:
         raise ApiError(400, "tool_choice is only allowed with tools", "tool_choice")
     return tools if tools and choice != "none" else None
+
+
+def _given(value: dict[str, Any]) -> set[str]:
+    """Its fields; null is not given."""
+    return {name for name, inner in value.items() if inner is not None}
 
 
 class Tagged:
