@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 
 from eagle3_jax.bench.machine import describe_machine
 from eagle3_jax.draft.draft import Draft
+from eagle3_jax.files import write_whole
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.round import Models, State, Weights, speculate
 from eagle3_jax.speculate.strategy import Strategy
@@ -136,12 +136,8 @@ def _read(path: Path, key: dict[str, Any], strategies: Sequence[Strategy]) -> di
 
 def _write(path: Path, key: dict[str, Any], costs: dict[Strategy, float]) -> None:
     content = {"key": key, "seconds": {strategy.text: cost for strategy, cost in costs.items()}}
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(content, indent=2) + "\n")
     except OSError as error:
-        if temporary.exists():
-            temporary.unlink()
         _log.warning("note: cannot keep the measured round costs: %s: %s", path, error.strerror or error)
