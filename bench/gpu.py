@@ -34,6 +34,7 @@ import numpy as np  # noqa: E402
 from eagle3_jax.bench.parts import Drafting, Verifying, draft_step, verify  # noqa: E402
 from eagle3_jax.bench.random_pair import SHAPES, RandomPair, noise, random_pair  # noqa: E402
 from eagle3_jax.errors import UserError  # noqa: E402
+from eagle3_jax.files import write_whole  # noqa: E402
 from eagle3_jax.machine import describe_machine  # noqa: E402
 from eagle3_jax.speculate.generate import parse_strategy, round_up  # noqa: E402
 from eagle3_jax.speculate.round import Committed, Models, Weights, prefill, speculate  # noqa: E402
@@ -327,14 +328,10 @@ def save(path: Path | None, report: dict[str, Any]) -> None:
     """Writes the report whole or not at all; does nothing for None. Raises UserError if it cannot be written."""
     if path is None:
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(report, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--json: cannot write the report / {path} / {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

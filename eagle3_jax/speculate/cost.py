@@ -16,7 +16,6 @@ import math
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Hashable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.draft.draft import Draft
+from eagle3_jax.files import write_whole
 from eagle3_jax.machine import describe_machine
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.round import Models, State, Weights, speculate
@@ -174,14 +174,9 @@ def _write(folder: Path, key: dict[str, Any], entries: int, costs: Costs) -> Non
     for strategy, cost in costs.items():
         path = folder / f"{entries}-{_name(strategy)}.json"
         content = {"key": key, "strategy": strategy.text, "entries": entries, "plain_rounds": cost}
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            write_whole(path, json.dumps(content, indent=2) + "\n")
         except OSError as error:
             _log.warning("note: cannot keep the measured round costs: %s: %s", folder, error.strerror or error)
             return
-        finally:
-            if temporary.exists():
-                temporary.unlink()

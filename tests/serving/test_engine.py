@@ -320,6 +320,9 @@ def test_a_grammar_sees_committed_tokens_only(engine, alone, special) -> None:
     answer, neighbour = run(engine, asked("even", PROMPTS[2], grammar=grammar), asked("free", PROMPTS[3]))
     assert tokens(answer) == grammar.seen == special[2].tokens
     assert tokens(neighbour) == alone["plain"][3].tokens
+    forbidden = special[2].tokens[0]
+    both = run(engine, asked("both", PROMPTS[2], grammar=Even(), logit_bias={forbidden: -1e9}))[0]
+    assert tokens(both) and not any(token % 2 or token == forbidden for token in tokens(both))
 
 
 @pytest.mark.parametrize("fails", (1, 2, 5))

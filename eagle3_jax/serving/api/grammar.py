@@ -34,7 +34,7 @@ class JsonGrammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise UserError(f"response_format: {' '.join(self._matcher.get_error().split())[:300]}")
+            raise UserError(f"response_format: {_reason(self._matcher)}")
 
 
 def json_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -87,6 +87,16 @@ class Grammars:
             raise ApiError(400, f"response_format: {error}", "response_format") from error
         matcher = LLMatcher(self._known, grammar, log_level=0)
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:300]
-            raise ApiError(400, f"response_format: {reason}", "response_format")
+            raise ApiError(400, f"response_format: {_reason(matcher)}", "response_format")
+        try:
+            begins = JsonGrammar(matcher.deep_copy(), self._vocab_size).mask().any()
+        except UserError as error:  # some schemas fail only now, such as {"$ref": "#"}
+            raise ApiError(400, str(error), "response_format") from error
+        if not begins:
+            raise ApiError(400, "response_format: nothing meets the schema", "response_format")
         return lambda: JsonGrammar(matcher.deep_copy(), self._vocab_size)
+
+
+def _reason(matcher: Any) -> str:
+    """Its error on one line, without the state that follows."""
+    return " ".join(matcher.get_error().partition("<state>")[0].split())[:300]

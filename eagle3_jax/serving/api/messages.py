@@ -31,7 +31,7 @@ def template_variables(given: dict[str, Any], template: str, tokenizer: Any) -> 
         where = f"chat_template_kwargs.{name}"
         if name in inspect.signature(tokenizer.apply_chat_template).parameters or name == "messages":
             raise ApiError(400, f"{where} is not a variable of the chat template", "chat_template_kwargs")
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if not name.isidentifier() or not re.search(rf"\b{re.escape(name)}\b", template):
             raise ApiError(400, f"{where}: the model's chat template has no such variable", "chat_template_kwargs")
     return variables
 
