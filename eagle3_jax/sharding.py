@@ -151,6 +151,11 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(RULES["rows"]))
 
     @property
+    def row_parts(self) -> int:
+        """In how many parts the rows of a batch lie on different devices."""
+        return 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    @property
     def words(self) -> str | None:
         """As `tensor=4`; None on one device."""
         return None if self.mesh is None else ",".join(f"{axis}={n}" for axis, n in self.mesh.shape.items() if n > 1)
@@ -166,7 +171,7 @@ class Placement:
 
     def check_rows(self, rows: int, what: str) -> None:
         """UserError unless a batch of so many rows divides over the devices."""
-        parts = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        parts = self.row_parts
         if rows % parts:
             raise UserError(f"{what}: {rows} is not a multiple of mesh.data x mesh.fsdp, {parts} / change one of them")
 

@@ -194,7 +194,7 @@ def _draft_steps(
     places: TapSet = model.config.taps
     taps = Taps([states.stack[rows[i]].astype(jnp.float32) for i in places], places)
     positions = document_positions(batch.document_ids)
-    logits, _ = ttt_forward(model, taps, batch.ids, positions, batch.document_ids, steps)
+    logits = ttt_forward(model, taps, batch.ids, positions, batch.document_ids, steps)
 
     logs = jax.nn.log_softmax(logits[0], axis=-1)
 

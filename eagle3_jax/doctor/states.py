@@ -17,7 +17,7 @@ from eagle3_jax.models.target import Target
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.taps import TapSet, require
 from eagle3_jax.training.dataset import batches_in_order
-from eagle3_jax.training.features import target_features
+from eagle3_jax.training.features import run_target
 from eagle3_jax.training.step import Batch
 
 LENGTH = 512  # tokens of a packed row; longer documents are cut
@@ -59,18 +59,18 @@ def target_states(target: Target, batch: Batch) -> States:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _target_states(graph: Graph, every: TapSet, params: Params, batch: Batch) -> States:
-    features = target_features(graph, every, params, batch.ids, batch.document_ids)
-    require(features.taps.tap_set, every)
+    taps, last = run_target(graph, every, params, batch.ids, batch.document_ids)
+    require(taps.tap_set, every)
     model: CausalLM = graph.merge(params)
-    last = features.last.before_norm()
+    last = last.before_norm()
     once = model.model.norm(last)
 
     def choice(hidden):
         # Row by row: full-vocabulary logits of a whole batch would be the largest array.
         return jax.lax.map(lambda row: jnp.argmax(model.normed_logits(row), axis=-1).astype(jnp.int32), hidden)
 
-    choices = {TEACHERS[0]: features.argmax, TEACHERS[1]: choice(last), TEACHERS[2]: choice(model.model.norm(once))}
-    stack = jnp.stack([*features.taps.arrays, once])
+    choices = {name: choice(x) for name, x in zip(TEACHERS, (once, last, model.model.norm(once)), strict=True)}
+    stack = jnp.stack([*taps.arrays, once])
     return States(stack, jnp.stack([choices[name] for name in TEACHERS]))
 
 

@@ -107,8 +107,7 @@ _IN_WORDS = {"embed_tokens": "embedding", "lm_head": "lm_head", "target_norm": "
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _ttt_forward(graph, steps, params, features, ids, positions, documents):
-    logits, _ = ttt_forward(graph.merge(params), features, ids, positions, documents, steps)
-    return logits
+    return ttt_forward(graph.merge(params), features, ids, positions, documents, steps)
 
 
 def check_binding(draft: Draft, target: Target) -> None:

@@ -18,7 +18,7 @@ from eagle3_jax.models.attention import BLOCK, by_blocks, head_scores, mix_value
 from eagle3_jax.taps import Taps
 
 
-def ttt_forward(
+def ttt_outputs(
     model: DraftModel,
     taps: Taps,
     ids: Int[Array, "B T"],
@@ -27,18 +27,19 @@ def ttt_forward(
     steps: int,
     remat: bool = False,
     block: int = BLOCK,
-) -> tuple[list[Float[Array, "B slots Vd"]], list[Float[Array, "B slots H"]]]:
-    """Draft logits of each step, S arrays [B, T-1, Vd] float32, and its outputs y before the final norm [B, T-1, H].
+) -> list[Float[Array, "B slots H"]]:
+    """The draft's outputs y of each step, before the final norm: S arrays [B, T-1, H], meaningful where `slot_valid`
+    says so.
 
-    Both are meaningful where `slot_valid` says so. remat: compute each step again in the backward pass instead of
-    keeping its activations, so that memory grows with one step and not with all. block: queries that attend at a time;
-    the scores of longer rows are computed again in any case (`attention.by_blocks`).
+    remat: compute each step again in the backward pass instead of keeping its activations, so that memory grows with
+    one step and not with all. block: queries that attend at a time; the scores of longer rows are computed again in any
+    case (`attention.by_blocks`).
     """
     slots = ids.shape[1] - 1
     attend = _ttt_attention(document_ids[:, :-1], block)
     hidden = model.project(taps.map(lambda a: a[:, :-1]))
     caches: tuple = ((),) * len(model.layers)
-    logits, outputs = [], []
+    outputs = []
 
     def one(hidden, tokens, places, caches):
         return model(hidden, tokens, places, attend, caches)
@@ -46,10 +47,14 @@ def ttt_forward(
     one = jax.checkpoint(one) if remat else one
     for step in range(steps):
         y, caches = one(hidden, shift(ids, 1 + step)[:, :slots], positions[:, :-1] + step, caches)
-        logits.append(model.logits(y))
         outputs.append(y)
         hidden = model.feedback(y)
-    return logits, outputs
+    return outputs
+
+
+def ttt_forward(model: DraftModel, *inputs, **options) -> list[Float[Array, "B slots Vd"]]:
+    """Draft logits of each step, S arrays [B, T-1, Vd] float32; arguments are those of `ttt_outputs`."""
+    return [model.logits(y) for y in ttt_outputs(model, *inputs, **options)]
 
 
 def shift(x: Array, by: int, fill=0) -> Array:

@@ -76,19 +76,21 @@ class CausalLM(nnx.Module):
         """Final norm and head: float32 logits over the full vocabulary."""
         return self.normed_logits(self.model.norm(last.before_norm()))
 
-    def normed_logits(
-        self, normed: Float[Array, "*rows H"], tokens: Int[Array, "Vd"] | None = None
-    ) -> Float[Array, "*rows V"]:
-        """float32 logits of hidden states after the final norm; tokens: of these only, None = of all."""
-        rows = self.head_weight if tokens is None else self.head_weight[tokens]
-        logits, cap = head_logits(normed, rows), self.config.logit_softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+    def normed_logits(self, normed: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:
+        """float32 logits of hidden states after the final norm."""
+        return head_logits(normed, self.head_weight, self.config.logit_softcap)
 
     @property
     def head_weight(self) -> Float[Array, "V H"]:
         return (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight[...]
 
 
-def head_logits(normed: Float[Array, "*rows H"], weight: Float[Array, "V H"]) -> Float[Array, "*rows V"]:
-    """float32 logits from normed hidden states and head rows (full vocabulary or a draft vocabulary's rows)."""
-    return jnp.einsum("...h,vh->...v", normed, weight, preferred_element_type=jnp.float32)
+def head_logits(
+    normed: Float[Array, "*rows H"], weight: Float[Array, "V H"], cap: float | None = None
+) -> Float[Array, "*rows V"]:
+    """float32 logits from normed hidden states and head rows (full vocabulary or a draft vocabulary's rows).
+
+    cap: Gemma's limit c, c tanh(x / c) in place of a logit x.
+    """
+    logits = jnp.einsum("...h,vh->...v", normed, weight, preferred_element_type=jnp.float32)
+    return logits if cap is None else cap * jnp.tanh(logits / cap)

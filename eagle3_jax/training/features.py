@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.draft.ttt import document_positions
 from eagle3_jax.models.attention import causal
@@ -19,39 +19,30 @@ from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.sharding import to_host
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 from eagle3_jax.training.loss import Teacher
-
-CHUNK = 1024  # tokens whose full-vocabulary logits exist at a time
+from eagle3_jax.training.visit import CHUNK, visit
 
 
 class Features(NamedTuple):
     """taps: Taps of [B, T, H]; last: [B, T, H]; argmax: int32 [B, T], the target's choice; normaliser: float32 [B, T],
-    log-sum-exp of its full-vocabulary logits.
+    log-sum-exp of its full-vocabulary logits; the last two at supervised tokens only, or None (`step._loss`).
 
     last says whether it is before the final norm (always so when computed here) or after it (some stored features).
     """
 
     taps: Taps
     last: LastHidden
-    argmax: Int[Array, "B T"]
-    normaliser: Float[Array, "B T"]
+    argmax: Int[Array, "B T"] | None
+    normaliser: Float[Array, "B T"] | None
 
 
-def target_features(
-    graph: Graph,
-    taps: TapSet,
-    params: Params,
-    ids: Int[Array, "B T"],
-    document_ids: Int[Array, "B T"],
-    chunk: int = CHUNK,
-) -> Features:
-    """One forward of the target over packed rows; attention and positions restart at each document.
-
-    chunk: see `choices`.
-    """
+def run_target(
+    graph: Graph, taps: TapSet, params: Params, ids: Int[Array, "B T"], document_ids: Int[Array, "B T"]
+) -> tuple[Taps, LastHidden]:
+    """One forward of the target over packed rows; attention and positions restart at each document."""
     model: CausalLM = graph.merge(params)
     lengths = None if model.config.rope_border is None else _document_lengths(document_ids)
     last, tapped, _ = model(ids, document_positions(document_ids), causal(document_ids), taps=taps, lengths=lengths)
-    return Features(tapped, last, *choices(model, last, chunk))
+    return tapped, last
 
 
 def _document_lengths(document_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -59,42 +50,50 @@ def _document_lengths(document_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return (document_ids[:, :, None] == document_ids[:, None, :]).sum(-1, dtype=jnp.int32)
 
 
-def complete(graph: Graph, params: Params, taps: Taps, last: LastHidden, chunk: int = CHUNK) -> Features:
-    """Features from stored states: the target's choice follows from the last one, no block of the target runs."""
-    return Features(taps, last, *choices(graph.merge(params), last, chunk))
+def complete(
+    graph: Graph,
+    params: Params,
+    taps: Taps,
+    last: LastHidden,
+    wanted: Bool[Array, "B T"],
+    chunk: int = CHUNK,
+    groups: int = 1,
+) -> Features:
+    """Features from the target's states: its choice follows from the last one, no block of it runs.
+
+    wanted, chunk, groups: see `choices`.
+    """
+    return Features(taps, last, *choices(graph.merge(params), last, wanted, chunk, groups))
 
 
-def choices(model: CausalLM, last: LastHidden, chunk: int = CHUNK) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """The full-vocabulary argmax at each token, and the log-sum-exp of its logits.
+def choices(
+    model: CausalLM, last: LastHidden, wanted: Bool[Array, "B T"], chunk: int = CHUNK, groups: int = 1
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """The full-vocabulary argmax at each wanted token (-1 elsewhere), and the log-sum-exp of its logits.
 
     Full-vocabulary logits of a whole batch would be the largest array of the step: they are made for about `chunk`
-    tokens at a time (chunk x vocabulary x 4 bytes), the same columns of every row, so that rows stay on their devices.
+    tokens at a time (chunk x vocabulary x 4 bytes). groups: see `visit`.
     """
-    rows, tokens, size = last.array.shape
-    columns = max(chunk // rows, 1)
-    count = -(-tokens // columns)
-    padded = jnp.pad(last.array, ((0, 0), (0, count * columns - tokens), (0, 0)))
-    parts = padded.reshape(rows, count, columns, size).swapaxes(0, 1)
 
-    def part(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-        normed = LastHidden(array, last.normed).after_norm(model.model.norm)
-        logits = model.normed_logits(normed)
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), jax.nn.logsumexp(logits, axis=-1)
+    def part(array: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+        logits = model.normed_logits(LastHidden(array, last.normed).after_norm(model.model.norm))
+        return (jnp.argmax(logits, axis=-1).astype(jnp.int32), jax.nn.logsumexp(logits, axis=-1)), ()
 
-    found = jax.lax.map(part, parts)
-    argmax, normaliser = (array.swapaxes(0, 1).reshape(rows, -1)[:, :tokens] for array in found)
-    return argmax, normaliser
+    (argmax, normaliser), _ = visit(part, last.array, wanted, chunk, groups)
+    return jnp.where(wanted, argmax, -1), normaliser
 
 
 def teacher(graph: Graph, params: Params, features: Features, d2t: Int[Array, "Vd"]) -> Teacher:
-    """Logits over the draft vocabulary from the last hidden state: final norm once, then the head's rows of d2t.
+    """What the draft is taught, from the last hidden state: final norm once, then the head's rows of d2t.
 
     A last hidden state stored after the norm is not normed again.
     """
     model: CausalLM = graph.merge(params)
-    normed = features.last.after_norm(model.model.norm)
-    logits = model.normed_logits(normed, d2t)
-    return Teacher(logits, features.argmax, features.normaliser, d2t[jnp.argmax(logits, axis=-1)] == features.argmax)
+    states, head, covered = features.last.after_norm(model.model.norm), model.head_weight, None
+    if features.argmax is not None:
+        inside = jnp.zeros(head.shape[0], bool).at[d2t].set(True)
+        covered = inside[features.argmax] & (features.argmax >= 0)
+    return Teacher(states, head[d2t], model.config.logit_softcap, features.argmax, features.normaliser, covered)
 
 
 class FeatureCache:

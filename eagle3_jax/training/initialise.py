@@ -66,13 +66,15 @@ def initial_draft(shape: DraftShape, target: Target, d2t: np.ndarray, seed: int,
     key = jax.random.key(seed)
     params: Params = {}
     for i, (name, size) in enumerate(sorted(shapes.items())):
+        if name in ("embed_tokens.weight", "lm_head.weight"):
+            continue
         drawn = jax.random.normal(jax.random.fold_in(key, i), size) / math.sqrt(size[-1])
         value = jnp.ones(size) if len(size) == 1 else drawn  # every vector is a norm: new drafts have no bias
         insert(params, name, value)
     head = target.params.get("lm_head", target.params["model"]["embed_tokens"])["weight"]
-    params["lm_head"]["weight"] = head[jnp.asarray(d2t)].astype(jnp.float32)
+    params["lm_head"] = {"weight": head[jnp.asarray(d2t)].astype(jnp.float32)}
     params["norm"]["weight"] = target.final_norm
-    params["embed_tokens"]["weight"] = target.params["model"]["embed_tokens"]["weight"]
+    params["embed_tokens"] = {"weight": target.params["model"]["embed_tokens"]["weight"]}
     if shape.initialise == "last_block":
         _grow_from_last_block(params, config, target, shape.last_tap_scale)
     return new_draft(config, params, d2t, facts)

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from eagle3_jax.draft.ttt import shift, slot_valid
+from eagle3_jax.models.decoder import head_logits
+from eagle3_jax.training.visit import CHUNK, visit
 
 
 class LossOptions(NamedTuple):
@@ -27,6 +29,11 @@ class LossOptions(NamedTuple):
         """Whether the slots that have a loss depend on what the target chose there."""
         return self.skip_uncovered or self.kind == "hard_ce"
 
+    @property
+    def needs_full_vocabulary(self) -> bool:
+        """Whether it depends on the target's logits outside the draft vocabulary."""
+        return self.needs_choice or self.kind in ("lk_alpha", "lk_lambda")
+
 
 KL = LossOptions()
 
@@ -34,15 +41,22 @@ KL = LossOptions()
 class Teacher(NamedTuple):
     """What the target says at each token of a batch; at token t it speaks of token t+1.
 
-    logits: its logits over the draft vocabulary. argmax: its full-vocabulary choice, as a target id. normaliser: the
-    log-sum-exp of its full-vocabulary logits (for the LK losses). covered: whether its choice is in the draft
-    vocabulary (where the loss asks).
+    states: its normed last hidden states, of which `rows` of its head (and `cap`, see `head_logits`) make logits over
+    the draft vocabulary; rows None: those logits themselves. argmax: its full-vocabulary choice, as a target id.
+    normaliser: the log-sum-exp of its full-vocabulary logits (for the LK losses). covered: whether its choice is in the
+    draft vocabulary (where the loss asks).
     """
 
-    logits: Float[Array, "B T Vd"] | None
+    states: Float[Array, "B T width"] | None
+    rows: Float[Array, "Vd width"] | None = None
+    cap: float | None = None
     argmax: Int[Array, "B T"] | None = None
     normaliser: Float[Array, "B T"] | None = None
     covered: Bool[Array, "B T"] | None = None
+
+    def logits(self, states: Float[Array, "*tokens width"]) -> Float[Array, "*tokens Vd"]:
+        """float32, of some of the states."""
+        return states if self.rows is None else head_logits(states, self.rows, self.cap)
 
 
 def supervised(loss_mask: Bool[Array, "B T"], document_ids: Int[Array, "B T"], step: int) -> Bool[Array, "B slots"]:
@@ -110,27 +124,79 @@ def slot_masks(
     return jnp.stack(masks)
 
 
+class Taught(NamedTuple):
+    """total: the loss; losses: the masked mean of each step. At supervised tokens, as draft ids: choices: the draft's,
+    that of step s at token t+1+s, by which its slot t is taught; preferred: the target's, of the draft vocabulary."""
+
+    total: Float[Array, ""]
+    losses: Float[Array, "S"]
+    choices: Int[Array, "B T S"]
+    preferred: Int[Array, "B T"]
+
+
 def ttt_loss(
-    step_logits: list[Float[Array, "B slots Vd"]],
+    states: list[Float[Array, "B slots width"]],
     teacher: Teacher,
     loss_mask: Bool[Array, "B T"],
     document_ids: Int[Array, "B T"],
     options: LossOptions = KL,
     totals: Float[Array, "S"] | None = None,
-) -> tuple[Float[Array, ""], list[Float[Array, ""]]]:
-    """Total loss and the masked mean of each step.
+    head: Float[Array, "Vd width"] | None = None,
+    chunk: int = CHUNK,
+    groups: int = 1,
+) -> Taught:
+    """The loss of a batch. Gradients are those of the total.
 
-    totals: slots of each step to average over, where the batch is a part of a larger one; None = its own.
+    states: the draft's normed outputs of each step, of which `head` makes logits; head None: those logits themselves.
+    totals: slots of each step to average over, where the batch is a part of a larger one; None = its own. Logits exist
+    for about `chunk` tokens at a time, and gradients are computed right with them; groups: see `visit`.
     """
-    masks = slot_masks(options, teacher, loss_mask, document_ids, len(step_logits))
+    masks = slot_masks(options, teacher, loss_mask, document_ids, len(states))
     totals = masks.sum((1, 2)).astype(jnp.float32) if totals is None else totals
-    losses = []
-    for step, logits in enumerate(step_logits):
-        target = shift(teacher.logits, 1 + step)[:, :-1]
-        normaliser = None if teacher.normaliser is None else shift(teacher.normaliser, 1 + step)[:, :-1]
-        loss = divergence(options, target, normaliser, logits)
-        losses.append(jnp.sum(jnp.where(masks[step], loss, 0.0)) / (totals[step] + 1e-5))
-    return sum(options.decay**step * loss for step, loss in enumerate(losses)), losses
+    shares = at_tokens(list(masks / (totals[:, None, None] + 1e-5)))
+    given = teacher.states, teacher.normaliser, shares
+
+    def part(states, head, taught, normaliser, shares):
+        logits = states if head is None else head_logits(states, head)
+        target = teacher.logits(taught)
+        loss = jax.vmap(lambda q: divergence(options, target, normaliser, q), in_axes=-2, out_axes=-1)(logits)
+        losses = jnp.sum(jnp.where(shares > 0, loss, 0.0) * shares, axis=(0, 1))
+        total = sum(options.decay**step * losses[step] for step in range(len(losses)))
+        choices, preferred = (jnp.argmax(x, axis=-1).astype(jnp.int32) for x in (logits, target))
+        return total, (losses, (choices, preferred))
+
+    @jax.custom_vjp
+    def run(states, head):
+        def values(tokens):
+            total, (losses, choices) = part(tokens[0], head, *tokens[1])
+            return choices, (total, losses)
+
+        choices, (total, losses) = visit(values, (states, given), loss_mask, chunk, groups)
+        return Taught(total, losses, *choices)
+
+    def forward(states, head):
+        def values(tokens):
+            differentiated = jax.value_and_grad(part, argnums=(0, 1), has_aux=True)
+            (total, (losses, choices)), (of_states, of_head) = differentiated(tokens[0], head, *tokens[1])
+            return (choices, of_states), (total, losses, jax.tree.map(lambda g: g.astype(jnp.float32), of_head))
+
+        (choices, of_states), (total, losses, of_head) = visit(values, (states, given), loss_mask, chunk, groups)
+        return Taught(total, losses, *choices), (of_states, jax.tree.map(lambda g, p: g.astype(p.dtype), of_head, head))
+
+    def backward(gradients, cotangents):
+        return jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), gradients)
+
+    run.defvjp(forward, backward)
+    return run(at_tokens(states), head)
+
+
+def at_tokens(steps: list[Shaped[Array, "B slots ..."]]) -> Shaped[Array, "B T S ..."]:
+    """What slot t has at step s, at the token t+1+s that teaches it; zero where there is no such slot."""
+    slots, moved = steps[0].shape[1], []
+    for step, x in enumerate(steps):
+        kept = max(slots - step, 0)
+        moved.append(jnp.pad(x[:, :kept], [(0, 0), (slots + 1 - kept, 0)] + [(0, 0)] * (x.ndim - 2)))
+    return jnp.stack(moved, axis=2)
 
 
 def feature_loss(
@@ -164,15 +230,14 @@ class Acceptance(NamedTuple):
 
 
 def hits(
-    step_logits: list[Array], teacher_argmax: Int[Array, "B T"], d2t: Int[Array, "Vd"]
+    choices: Int[Array, "B T S"], teacher_argmax: Int[Array, "B T"], d2t: Int[Array, "Vd"]
 ) -> Bool[Array, "S B slots"]:
-    """Whether step s's top token at slot t is the target's choice; a choice outside the draft vocabulary is a miss."""
-    return jnp.stack(
-        [
-            d2t[jnp.argmax(logits, axis=-1)] == shift(teacher_argmax, 1 + step, -1)[:, :-1]
-            for step, logits in enumerate(step_logits)
-        ]
-    )
+    """Whether step s's top token at slot t is the target's choice; a choice outside the draft vocabulary is a miss.
+
+    choices: as from `ttt_loss`, and meaningful where those are.
+    """
+    right = d2t[choices] == teacher_argmax[..., None]
+    return jnp.stack([shift(right[..., step], 1 + step, False)[:, :-1] for step in range(choices.shape[-1])])
 
 
 def acceptance(

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eagle3_jax.speculate.acceptance import tau
+
 
 class Answer(NamedTuple):
     """The rounds of one answer: accepted counts, and the slots (places in the row) that rounds begin at.
@@ -74,7 +76,7 @@ class AcceptanceMeter:
     steps: int
     accepted: int = 0
     rounds: int = 0
-    covered: int = 0
+    covered: int | None = 0
     right: np.ndarray = field(init=False)
     total: np.ndarray = field(init=False)
     before: np.ndarray = field(init=False)
@@ -83,32 +85,33 @@ class AcceptanceMeter:
         self.right, self.total, self.before = (np.zeros(self.steps, np.int64) for _ in range(3))
 
     def add(
-        self, counts, hits: np.ndarray, loss_mask: np.ndarray, document_ids: np.ndarray, covered: int
+        self, counts, hits: np.ndarray, loss_mask: np.ndarray, document_ids: np.ndarray, covered: int | None
     ) -> list[Answer]:
         """Adds a batch and returns its answers. counts: `loss.Acceptance`; covered: supervised slots whose target
-        choice is in the draft vocabulary; the other arrays as for `walk_answers`."""
+        choice is in the draft vocabulary, None if not known; the other arrays as for `walk_answers`."""
         answers = walk_answers(hits, loss_mask, document_ids)
         self.accepted += sum(sum(answer.accepted) for answer in answers)
         self.rounds += sum(len(answer.accepted) for answer in answers)
         self.right += np.asarray(counts.right)
         self.total += np.asarray(counts.total)
         self.before += np.asarray(counts.before)
-        self.covered += int(covered)
+        self.covered = None if covered is None or self.covered is None else self.covered + covered
         return answers
 
     def add_batch(self, outcome, batch) -> list[Answer]:
         """`add` of a `step.Outcome` and the `step.Batch` it is of."""
-        hits, covered = np.asarray(outcome.hits), int(outcome.covered)
-        return self.add(outcome.counts, hits, batch.loss_mask, batch.document_ids, covered)
+        covered = None if outcome.covered is None else int(outcome.covered)
+        return self.add(outcome.counts, np.asarray(outcome.hits), batch.loss_mask, batch.document_ids, covered)
 
     def summary(self) -> dict[str, float | list[float]]:
-        """accuracy: of the first draft token, a choice outside the draft vocabulary being a miss; the other one is over
-        the choices within it."""
+        """accuracy: of the first draft token, a choice outside the draft vocabulary being a miss; the other one, if it
+        can be known, is over the choices within it."""
         full = self.right / np.maximum(self.total, 1)
+        within = None if self.covered is None else round(float(self.right[0] / max(self.covered, 1)), 5)
         return {
             "accuracy": round(float(full[0]), 5),
-            "accuracy_in_vocabulary": round(float(self.right[0] / max(self.covered, 1)), 5),
-            "simulated_tau": 1.0 + self.accepted / max(self.rounds, 1),
+            **({} if within is None else {"accuracy_in_vocabulary": within}),
+            "simulated_tau": tau(self.accepted, self.rounds),
             "slot_tau": 1.0 + float(full.sum()),
             "full_acceptance": full.round(5).tolist(),
             "conditional_acceptance": (self.right / np.maximum(self.before, 1)).round(5).tolist(),
@@ -129,7 +132,7 @@ class Breakdown:
 
     def summary(self) -> dict[str, dict[str, float | int]]:
         return {
-            key: {"simulated_tau": round(1 + accepted / rounds, 5), "rounds": rounds}
+            key: {"simulated_tau": round(tau(accepted, rounds), 5), "rounds": rounds}
             for key, (accepted, rounds) in sorted(self._counts.items(), key=lambda item: _number_first(item[0]))
         }
 

@@ -28,6 +28,9 @@ from eagle3_jax.training.optimiser import make_optimiser
 from eagle3_jax.training.step import Frozen, Setup
 from eagle3_jax.training.stored import StoredFeatures
 
+# On a CPU, products with more rows at a time are up to half as fast (docs/performance.md), and memory is short.
+CPU_TOKENS, CPU_CHUNK = 1024, 128
+
 
 @dataclass
 class Run:
@@ -141,11 +144,24 @@ def make_setup(config: Config, target: Target, draft: Draft) -> Setup:
         training.compute_dtype,
         training.feature_noise,
         training.seed,
-        training.accumulate,
+        _parts(config),
         config.optimiser.ema,
         training.remat,
-        training.teacher_chunk,
+        min(training.teacher_chunk, CPU_CHUNK) if _on_one_cpu() else training.teacher_chunk,
     )
+
+
+def _parts(config: Config) -> int:
+    """In how many parts the rows of a step are computed: `accumulate`, or more on a CPU, see CPU_TOKENS."""
+    rows, parts = config.training.batch_rows, config.training.accumulate
+    if not _on_one_cpu():
+        return parts
+    small = (n for n in range(parts, rows + 1) if rows % n == 0 and rows // n * config.data.length <= CPU_TOKENS)
+    return next(small, rows)
+
+
+def _on_one_cpu() -> bool:
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 def frozen_parts(config: Config) -> tuple[str, ...]:

@@ -4,18 +4,18 @@ Parameters are split once: `trainable` (float32 masters) and `frozen` (the targe
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.draft.ttt import document_positions, ttt_forward
+from eagle3_jax.draft.ttt import document_positions, ttt_outputs
 from eagle3_jax.models.weights import Graph, Params
 from eagle3_jax.sharding import Placement
 from eagle3_jax.taps import LastHidden, Taps, TapSet
-from eagle3_jax.training.features import CHUNK, Features, complete, target_features, teacher
+from eagle3_jax.training.features import Features, complete, run_target, teacher
 from eagle3_jax.training.loss import (
     KL,
     Acceptance,
@@ -27,6 +27,7 @@ from eagle3_jax.training.loss import (
     slot_masks,
     ttt_loss,
 )
+from eagle3_jax.training.visit import CHUNK
 
 COVERED = LossOptions(skip_uncovered=True)
 
@@ -36,7 +37,7 @@ class Setup(NamedTuple):
 
     noise, seed: amplitude of uniform noise on the tapped features in training, and of its random numbers. accumulate:
     parts that a batch is computed in, one after another; the result is that of the whole. ema: decay of the average of
-    the weights, or None. remat, chunk: see `ttt_forward` and `features.choices`. placement: on which devices.
+    the weights, or None. remat, chunk: see `ttt_outputs` and `visit`. placement: on which devices.
     """
 
     target: Graph
@@ -89,27 +90,28 @@ class TrainState(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """loss: total; losses [S]; hits bool [S, B, T-1]; counts: acceptance counts; grad_norm before clipping; covered:
-    supervised slots of the first step whose target choice is in the draft vocabulary."""
+    """loss: total; losses [S]; hits bool [S, B, T-1], of supervised slots; counts: acceptance counts; grad_norm
+    before clipping; covered: supervised slots of the first step whose target choice is in the draft vocabulary, None
+    where that is not computed of all (`_loss`)."""
 
     loss: Float[Array, ""]
     losses: Float[Array, "S"]
     hits: Bool[Array, "S B slots"]
     counts: Acceptance
     grad_norm: Float[Array, ""]
-    covered: Int[Array, ""]
+    covered: Int[Array, ""] | None
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def compute_features(setup: Setup, frozen: Frozen, batch: Batch) -> Features:
     """The target's side of a batch, for keeping in memory."""
-    return setup.placement.constrain_rows(_features(setup, frozen, batch, None))
+    return setup.placement.constrain_rows(_features_in_parts(setup, frozen, batch, None))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def complete_features(setup: Setup, frozen: Frozen, taps: Taps, last: LastHidden) -> Features:
+def complete_features(setup: Setup, frozen: Frozen, batch: Batch, taps: Taps, last: LastHidden) -> Features:
     """The target's side of a batch from stored states."""
-    return setup.placement.constrain_rows(complete(setup.target, frozen.target, taps, last, setup.chunk))
+    return setup.placement.constrain_rows(_completed(setup, frozen, batch, taps, last))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -142,14 +144,37 @@ def train_step(
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate_batch(setup: Setup, frozen: Frozen, trainable: Params, batch: Batch, features: Features | None) -> Outcome:
     """Loss and hits of a batch without a step."""
-    outcome = _loss(setup, frozen, batch, _features(setup, frozen, batch, features), None, None, trainable)[1]
+    features = _features_in_parts(setup, frozen, batch, features)
+    outcome = _loss(setup, frozen, batch, features, None, None, trainable)[1]
     return setup.placement.whole(outcome)
 
 
-def _features(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None) -> Features:
+def _features(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None, choose: bool = True) -> Features:
+    """choose False: without the target's choices, see `_loss`."""
     if features is not None:
         return features
-    return target_features(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids, setup.chunk)
+    taps, last = run_target(setup.target, setup.taps, frozen.target, batch.ids, batch.document_ids)
+    return _completed(setup, frozen, batch, taps, last) if choose else Features(taps, last, None, None)
+
+
+def _features_in_parts(setup: Setup, frozen: Frozen, batch: Batch, features: Features | None) -> Features:
+    """The same, of `setup.accumulate` parts of the rows one after another."""
+    whole = setup.accumulate == 1 or len(batch.ids) % (setup.accumulate * setup.placement.row_parts)
+    if features is not None or whole:
+        return _features(setup, frozen, batch, features)
+    features = jax.lax.map(lambda part: _features(setup, frozen, part, None), _parts(setup, batch))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), features)
+
+
+def _parts(setup: Setup, tree: Any) -> Any:
+    """Arrays of rows as `setup.accumulate` parts of them."""
+    parts = jax.tree.map(lambda a: a.reshape(setup.accumulate, -1, *a.shape[1:]), tree)
+    return setup.placement.constrain_rows(parts, leading=1)
+
+
+def _completed(setup: Setup, frozen: Frozen, batch: Batch, taps: Taps, last: LastHidden) -> Features:
+    groups = setup.placement.row_parts
+    return complete(setup.target, frozen.target, taps, last, batch.loss_mask, setup.chunk, groups)
 
 
 def _gradients(setup: Setup, frozen: Frozen, state: TrainState, batch: Batch, features: Features | None):
@@ -159,10 +184,10 @@ def _gradients(setup: Setup, frozen: Frozen, state: TrainState, batch: Batch, fe
     """
     key = jax.random.fold_in(jax.random.key(setup.seed), state.step)
     grad_function = jax.grad(functools.partial(_loss, setup, frozen), argnums=4, has_aux=True)
+    choose = setup.loss.needs_full_vocabulary
     if setup.accumulate == 1:
-        return grad_function(batch, _features(setup, frozen, batch, features), key, None, state.trainable)
-    parts = jax.tree.map(lambda a: a.reshape(setup.accumulate, -1, *a.shape[1:]), (batch, features))
-    parts = setup.placement.constrain_rows(parts, leading=1)
+        return grad_function(batch, _features(setup, frozen, batch, features, choose), key, None, state.trainable)
+    parts = _parts(setup, (batch, features))
     if features is None and setup.loss.needs_choice:
         # Of all parts at once, for the totals come first: the target's forward is most of a step, its features are not.
         features = jax.lax.map(lambda part: _features(setup, frozen, part, None), parts[0])
@@ -173,7 +198,7 @@ def _gradients(setup: Setup, frozen: Frozen, state: TrainState, batch: Batch, fe
 
     def add(gradients, part):
         batch, features, key = part
-        features = _features(setup, frozen, batch, features)
+        features = _features(setup, frozen, batch, features, choose)
         new, outcome = grad_function(batch, features, key, totals, state.trainable)
         return jax.tree.map(jnp.add, gradients, new), outcome
 
@@ -195,7 +220,11 @@ def _totals(setup: Setup, frozen: Frozen, batch: Batch, features: Features | Non
 
 
 def _loss(setup: Setup, frozen: Frozen, batch: Batch, features: Features, key, totals, trainable: Params):
-    """(loss, outcome). key: of the noise on the features, None for none. totals: see `_totals`; None = the batch's."""
+    """(loss, outcome). key: of the noise on the features, None for none. totals: see `_totals`; None = the batch's.
+
+    Features without the target's choices: these are then made only where the draft has what the target prefers of the
+    draft vocabulary, since it is wrong elsewhere, whatever the target's choice is.
+    """
     dtype = jnp.dtype(setup.compute_dtype)
     params = jax.tree.map(lambda p: p.astype(dtype), {**trainable, **frozen.draft})
     model = setup.draft.merge(params)
@@ -205,14 +234,23 @@ def _loss(setup: Setup, frozen: Frozen, batch: Batch, features: Features, key, t
         taps = taps.map(lambda a: a + jax.random.uniform(next(keys), a.shape, dtype, -setup.noise, setup.noise))
     positions = document_positions(batch.document_ids)
     inputs = (batch.ids, positions, batch.document_ids)
-    step_logits, outputs = ttt_forward(model, taps, *inputs, setup.steps, setup.remat)
+    outputs = ttt_outputs(model, taps, *inputs, setup.steps, setup.remat)
     target = teacher(setup.target, frozen.target, features, frozen.d2t)
     slots, plain = (None, None) if totals is None else totals
-    loss, losses = ttt_loss(step_logits, target, batch.loss_mask, batch.document_ids, setup.loss, slots)
+    supervision = target, batch.loss_mask, batch.document_ids, setup.loss, slots
+    head, groups = model.lm_head.weight[...], setup.placement.row_parts
+    states = [model.norm(y) for y in outputs]
+    loss, losses, choices, preferred = ttt_loss(states, *supervision, head, setup.chunk, groups)
     if setup.loss.feature:
         last = features.last.before_norm()
         loss += setup.loss.feature * feature_loss(outputs, last, batch.loss_mask, batch.document_ids, plain)
-    right = hits(step_logits, target.argmax, frozen.d2t)
+    argmax = target.argmax
+    if argmax is None:
+        perhaps = batch.loss_mask & jnp.any(choices == preferred[..., None], axis=-1)
+        argmax = _completed(setup, frozen, batch._replace(loss_mask=perhaps), features.taps, features.last).argmax
+    right = hits(choices, argmax, frozen.d2t)
     counts = acceptance(right, batch.loss_mask, batch.document_ids)
-    covered = jnp.sum(slot_masks(COVERED, target, batch.loss_mask, batch.document_ids, 1))
-    return loss, Outcome(loss, jnp.stack(losses), right, counts, jnp.zeros(()), covered)
+    covered = None
+    if target.covered is not None:
+        covered = jnp.sum(slot_masks(COVERED, target, batch.loss_mask, batch.document_ids, 1))
+    return loss, Outcome(loss, losses, right, counts, jnp.zeros(()), covered)

@@ -193,7 +193,7 @@ def features_of(run: Run, stored: StoredFeatures | None, cache: FeatureCache, ro
         features = compute_features(run.setup, run.frozen, batch)
     else:
         states = placement.batch(stored.rows(placement.own(rows)), len(rows))
-        features = complete_features(run.setup, run.frozen, *states)
+        features = complete_features(run.setup, run.frozen, batch, *states)
     if keep:
         cache.put(rows, features)
     return features

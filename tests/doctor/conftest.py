@@ -77,7 +77,7 @@ def _fit(graph, params, features: e3.Taps, teacher, ids, mask):
     documents, positions = jnp.zeros_like(ids), jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
 
     def loss(params):
-        logits, _ = ttt_forward(graph.merge(params), features, ids, positions, documents, 2)
+        logits = ttt_forward(graph.merge(params), features, ids, positions, documents, 2)
         return ttt_loss(logits, Teacher(teacher), mask, documents)[0]
 
     def step(state, _):

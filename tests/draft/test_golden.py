@@ -16,12 +16,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import eagle3_jax as e3
-from eagle3_jax.draft.ttt import document_positions, shift, ttt_forward
+from eagle3_jax.draft.ttt import document_positions, shift, ttt_forward, ttt_outputs
 from eagle3_jax.models.weights import flatten
-from eagle3_jax.training.loss import LossOptions, Teacher, acceptance, hits, kl_divergence, ttt_loss
+from eagle3_jax.training.loss import Teacher, acceptance, at_tokens, hits, kl_divergence, ttt_loss
 from tests.tiny import relative
 
 STEPS = 4
+CHUNK = 7  # tokens whose logits exist at a time: no divisor of those there are
 CASES = ["base", "bias", "fullvocab", "headdim", "nbfc", "nbr", "normout", "qwen3draft"]
 
 
@@ -64,8 +65,17 @@ def load(folder: Path) -> Case:
     )
 
 
-def run(case: Case) -> tuple[Any, Any, list[Any], dict[str, Any]]:
-    """Total loss, step losses, step logits and gradients by checkpoint name."""
+class Computed(NamedTuple):
+    """What training computes of a case: losses and choices a few tokens at a time, gradients by checkpoint name."""
+
+    total: Any
+    losses: Any
+    choices: Any
+    logits: list[Any]
+    gradients: dict[str, Any]
+
+
+def run(case: Case) -> Computed:
     positions = document_positions(case.document_ids)
 
     @jax.jit
@@ -74,14 +84,15 @@ def run(case: Case) -> tuple[Any, Any, list[Any], dict[str, Any]]:
 
         def loss(params):
             model = case.draft.graph.merge(params)
-            logits, _ = ttt_forward(model, features, ids, positions, documents, STEPS)
-            total, steps = ttt_loss(logits, Teacher(teacher), loss_mask, documents)
-            return total, (steps, logits)
+            outputs = ttt_outputs(model, features, ids, positions, documents, STEPS)
+            states, head = [model.norm(y) for y in outputs], model.lm_head.weight[...]
+            total, losses, choices, _ = ttt_loss(states, Teacher(teacher), loss_mask, documents, head=head, chunk=CHUNK)
+            return total, (losses, choices, [model.logits(y) for y in outputs])
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    (total, (steps, logits)), gradients = value_and_grad(case.draft.params, case[1:6])
-    return total, steps, logits, flatten(gradients)
+    (total, rest), gradients = value_and_grad(case.draft.params, case[1:6])
+    return Computed(total, *rest, flatten(gradients))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +111,8 @@ def results(golden: Callable[[str], Path]) -> Callable[[str], tuple[Case, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_every_step(results, name: str) -> None:
-    case, (_, _, logits, _) = results(name)
+    case, computed = results(name)
+    logits = computed.logits
     for step in range(STEPS):
         valid = case.ids.shape[1] - 1 - step  # later slots were fed token 0
         assert logits[step].dtype == np.float32
@@ -109,13 +121,11 @@ def test_logits_of_every_step(results, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses(results, name: str) -> None:
-    case, (total, steps, logits, _) = results(name)
-    np.testing.assert_allclose(total, case.expected["out.loss_total"], rtol=2e-5)
+    case, computed = results(name)
+    np.testing.assert_allclose(computed.total, case.expected["out.loss_total"], rtol=2e-5)
     for step in range(STEPS):
-        np.testing.assert_allclose(steps[step], case.expected[f"out.loss.{step}.sum"], rtol=5e-5)
-    decayed, _ = ttt_loss(
-        logits, Teacher(case.teacher_logits), case.loss_mask, case.document_ids, LossOptions(decay=0.8)
-    )
+        np.testing.assert_allclose(computed.losses[step], case.expected[f"out.loss.{step}.sum"], rtol=5e-5)
+    decayed = sum(0.8**step * loss for step, loss in enumerate(computed.losses))
     np.testing.assert_allclose(decayed, case.expected["out.loss_total_decay0.8"], rtol=2e-5)
 
 
@@ -144,10 +154,13 @@ def speculators_accuracies(right: np.ndarray, mask: np.ndarray) -> list[tuple[in
 
 @pytest.mark.parametrize("name", CASES)
 def test_accuracies(results, name: str) -> None:
-    case, (_, _, logits, _) = results(name)
+    case, computed = results(name)
     d2t = jnp.asarray(case.draft.d2t)
     choice = d2t[jnp.argmax(case.teacher_logits, axis=-1)]  # speculators knows no token outside the draft vocabulary
-    right = np.asarray(hits(logits, choice, d2t))[:, 0]
+    every = at_tokens([jnp.argmax(logits, axis=-1) for logits in computed.logits])
+    taught = np.asarray(case.loss_mask)
+    np.testing.assert_array_equal(computed.choices[taught], every[taught])
+    right = np.asarray(hits(every, choice, d2t))[:, 0]
     mask = np.stack([np.asarray(shift(case.loss_mask, 1 + s, False))[0, :-1] for s in range(STEPS)])
     for step, (full, supervised, before) in enumerate(speculators_accuracies(right, mask)):
         assert full == case.expected[f"out.full_acc.{step}.sum"] == case.expected[f"out.cond_acc.{step}.sum"]
@@ -162,7 +175,8 @@ def test_accuracies(results, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_gradient(results, name: str) -> None:
-    case, (_, _, _, gradients) = results(name)
+    case, computed = results(name)
+    gradients = computed.gradients
     expected = {key.removeprefix("grad."): g for key, g in case.expected.items() if key.startswith("grad.")}
     assert set(gradients) - set(expected) == {"embed_tokens.weight"}  # frozen there
     assert set(expected) <= set(gradients)
@@ -186,7 +200,7 @@ def test_packed_losses_are_those_of_speculators_under_its_own_masks(results) -> 
     hidden = jnp.pad(jnp.asarray(expected["in.hidden_states"]), ((0, 0), (0, 1), (0, 0)))
     positions = jnp.pad(jnp.asarray(expected["in.position_ids"]), ((0, 0), (0, 1)))
     taps = e3.Taps.from_fused(hidden, case.draft.taps)
-    logits, _ = jax.jit(lambda *a: ttt_forward(model, *a, STEPS))(taps, ids, positions, documents)
+    logits = jax.jit(lambda *a: ttt_forward(model, *a, STEPS))(taps, ids, positions, documents)
     teacher = jnp.asarray(expected["out.targets"])
     width, total = teacher.shape[1], 0.0
     real = int((expected["in.document_ids"] >= 0).sum())
@@ -201,7 +215,7 @@ def test_packed_losses_are_those_of_speculators_under_its_own_masks(results) -> 
 
 
 def test_packed_logits_equal_within_documents(results) -> None:
-    case, (_, steps, logits, _) = results("packed")
+    case, (_, steps, _, logits, _) = results("packed")
     ends = np.cumsum(case.lengths)
     for step in range(STEPS):
         ours = [t for b, e in zip([0, *ends[:-1]], ends, strict=True) for t in range(b, e - 1 - step)]

@@ -14,7 +14,7 @@ from eagle3_jax.models.target import TargetOutput
 from eagle3_jax.serving.engine import Engine
 from eagle3_jax.serving.requests import Request, Settings
 from eagle3_jax.taps import TapSet
-from eagle3_jax.training.features import target_features
+from eagle3_jax.training.features import run_target
 from tests.tiny import bigram_draft, bigram_target, ids_of, relative
 
 BORDER = 16
@@ -76,10 +76,10 @@ def test_documents_of_a_packed_row_have_the_factors_of_their_own_lengths(target)
     texts = [LONG_PROMPT, SHORT_PROMPT]
     ids = jnp.asarray([LONG_PROMPT + SHORT_PROMPT])
     documents = jnp.asarray([[0] * len(LONG_PROMPT) + [1] * len(SHORT_PROMPT)])
-    features_of = jax.jit(target_features, static_argnums=(0, 1))
-    features = features_of(target.graph, TapSet((0, 1)), target.params, ids, documents)
+    forward = jax.jit(run_target, static_argnums=(0, 1))
+    taps, _ = forward(target.graph, TapSet((0, 1)), target.params, ids, documents)
     start = 0
     for text in texts:
         alone = whole(target, text, len(text)).taps.arrays[1][:, : len(text)]
-        assert relative(features.taps.arrays[1][:, start : start + len(text)], alone) < 1e-5
+        assert relative(taps.arrays[1][:, start : start + len(text)], alone) < 1e-5
         start += len(text)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from eagle3_jax.taps import LastHidden, WiringError
-from eagle3_jax.training import features as features_module
 from eagle3_jax.training import trainer
 from eagle3_jax.training.dataset import make_batch
 from eagle3_jax.training.features import FeatureCache, complete, teacher
 from eagle3_jax.training.step import compute_features, evaluate_batch
+from eagle3_jax.training.visit import CHUNK
 from tests.tiny import relative
 from tests.training.conftest import read_metrics
 
@@ -53,8 +53,10 @@ def test_features_are_those_of_each_document_alone(world, run) -> None:
             assert relative(got[row, place], expected[i, :size]) < 1e-5
         assert relative(features.last.before_norm()[row, place], alone.last_hidden[i, :size]) < 1e-5
         # The norm's weights are far from one, so that normed twice or not at all would be far off.
-        assert relative(made.logits[row, place], alone.logits[i, :size][:, run.draft.d2t]) < 1e-5
-        np.testing.assert_array_equal(made.argmax[row, place], np.argmax(alone.logits[i, :size], axis=-1))
+        logits = made.logits(made.states[row, place])
+        assert relative(logits, alone.logits[i, :size][:, run.draft.d2t]) < 1e-5
+        chosen = np.where(batch.loss_mask[row, place], np.argmax(alone.logits[i, :size], axis=-1), -1)
+        np.testing.assert_array_equal(made.argmax[row, place], chosen)
 
 
 def largest(jaxpr) -> int:
@@ -68,18 +70,19 @@ def test_logits_of_long_rows_over_large_vocabularies_never_exist_at_once(world, 
     rows, length, vocab, hidden = 2, 4096, 151936, world.target.config.hidden_size
     params = {**world.target.params, "lm_head": {"weight": jnp.zeros((vocab, hidden))}}
     graph, taps = world.target.graph, compute_features(run.setup, run.frozen, make_batch(run.train, [0, 1], 2)).taps
-    made = jax.make_jaxpr(lambda array: complete(graph, params, taps, LastHidden(array, False)).argmax)(
+    wanted = jnp.ones((rows, length), bool)
+    made = jax.make_jaxpr(lambda array: complete(graph, params, taps, LastHidden(array, False), wanted).argmax)(
         jax.ShapeDtypeStruct((rows, length, hidden), jnp.float32)
     )
     assert made.out_avals[0].shape == (rows, length)
-    assert vocab < largest(made.jaxpr) <= features_module.CHUNK * vocab
+    assert vocab < largest(made.jaxpr) <= CHUNK * vocab
 
 
 def test_choices_are_the_same_few_slots_at_a_time(world, run) -> None:
     batch = make_batch(run.train, [0, 1], 2)
     features = compute_features(run.setup, run.frozen, batch)
-    # 100 does not divide the slots there are.
-    again = complete(run.setup.target, run.frozen.target, features.taps, features.last, chunk=100)
+    # 100 does not divide the tokens there are.
+    again = complete(run.setup.target, run.frozen.target, *features[:2], jnp.asarray(batch.loss_mask), chunk=100)
     np.testing.assert_array_equal(again.argmax, features.argmax)
 
 
@@ -141,7 +144,10 @@ def test_a_run_with_ram_is_the_run_with_online(world, tmp_path) -> None:
         config = world.config(tmp_path, name=features, training={"features": features})
         trainer.train(config, target=world.target)
         metrics[features] = read_metrics(config.run_dir)
+    assert any(row["full_acceptance"][0] > 0 for row in metrics["online"])
     for online, ram in zip(metrics["online"], metrics["ram"], strict=True):
         assert ram["loss"] == pytest.approx(online["loss"], rel=1e-4)
+        # Online, the target's choice is computed only where the draft may be right.
+        assert ram["full_acceptance"] == online["full_acceptance"] and ram["simulated_tau"] == online["simulated_tau"]
         if "heldout" in online:
             assert ram["heldout"]["loss_first_step"] == pytest.approx(online["heldout"]["loss_first_step"], rel=1e-4)

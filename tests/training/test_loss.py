@@ -11,6 +11,7 @@ from eagle3_jax.training.loss import (
     LossOptions,
     Teacher,
     acceptance,
+    at_tokens,
     feature_loss,
     hits,
     kl_divergence,
@@ -66,7 +67,8 @@ def test_the_loss_is_a_masked_mean_summed_over_decayed_steps() -> None:
     document = np.array([[0] * 5 + [1] * 4, [0] * 6 + [-1] * 3])
     logits = [logits_of(s, ROWS, LENGTH - 1, SIZE) for s in range(STEPS)]
     teacher = logits_of(9, ROWS, LENGTH, SIZE)
-    total, losses = ttt_loss(logits, Teacher(teacher), jnp.asarray(mask), jnp.asarray(document), LossOptions(decay=0.5))
+    masks, options = (jnp.asarray(mask), jnp.asarray(document)), LossOptions(decay=0.5)
+    total, losses, *_ = ttt_loss(logits, Teacher(teacher), *masks, options, chunk=5)  # 18 tokens
     for step in range(STEPS):
         terms = [
             # slot t of step s is taught by what the target says at token t+1+s
@@ -90,8 +92,9 @@ def test_slots_that_do_not_count_get_no_gradient_even_when_not_finite() -> None:
 def test_nothing_supervised_is_zero_not_nan() -> None:
     nothing = jnp.zeros((1, LENGTH), bool)
     documents = jnp.zeros((1, LENGTH), jnp.int32)
-    total, _ = ttt_loss([logits_of(0, 1, LENGTH - 1, SIZE)], Teacher(logits_of(1, 1, LENGTH, SIZE)), nothing, documents)
-    assert total == 0
+    logits, teacher = logits_of(0, 1, LENGTH - 1, SIZE), Teacher(logits_of(1, 1, LENGTH, SIZE))
+    total, gradient = jax.value_and_grad(lambda x: ttt_loss([x], teacher, nothing, documents)[0])(logits)
+    assert total == 0 and not gradient.any()
     empty = acceptance(jnp.ones((2, 1, LENGTH - 1), bool), nothing, documents)
     assert empty.total.tolist() == [0, 0]
 
@@ -116,10 +119,9 @@ def test_feature_loss_is_a_relative_masked_mean() -> None:
 def test_a_hit_is_the_targets_own_choice_as_a_target_id() -> None:
     d2t = jnp.asarray([10, 20, 30])
     choice = jnp.asarray([[20, 30, 99, 10]])  # 99 is outside the draft vocabulary
-    top = jnp.asarray([[2, 0, 0]])  # draft ids: 30, 10, 10
-    logits = [jax.nn.one_hot(top, 3), jax.nn.one_hot(top, 3)]
+    top = jnp.asarray([[2, 0, 0]])  # of slots 0 to 2 at both steps; target ids 30, 10, 10
     # step 0: slot t against the choice at token t+1; step 1: at t+2, past the end nothing can be right
-    assert hits(logits, choice, d2t)[:, 0].tolist() == [[True, False, True], [False, True, False]]
+    assert hits(at_tokens([top, top]), choice, d2t)[:, 0].tolist() == [[True, False, True], [False, True, False]]
 
 
 @given(arrays(bool, (STEPS, ROWS, LENGTH - 1)), masks, documents)
@@ -144,16 +146,17 @@ def test_a_packed_row_counts_what_its_documents_count_alone() -> None:
     logits = [logits_of(s, 1, row - 1, SIZE) for s in range(STEPS)]
     teacher, d2t = logits_of(9, 1, row, SIZE), jnp.arange(SIZE)
     choice = jnp.argmax(teacher, axis=-1)
-    together = acceptance(hits(logits, choice, d2t), jnp.asarray(mask), jnp.asarray(document))
-    _, losses = ttt_loss(logits, Teacher(teacher), jnp.asarray(mask), jnp.asarray(document))
+    _, losses, choices, preferred = ttt_loss(logits, Teacher(teacher), jnp.asarray(mask), jnp.asarray(document))
+    np.testing.assert_array_equal(preferred[mask], choice[mask])
+    together = acceptance(hits(choices, choice, d2t), jnp.asarray(mask), jnp.asarray(document))
     part_acceptance, part_loss = jax.jit(acceptance), jax.jit(ttt_loss)
     sums, kl = np.zeros((3, STEPS), int), np.zeros((2, STEPS))
     for begin, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
         part = slice(begin, begin + length)
         alone = [step[:, begin : begin + length - 1] for step in logits]
         zeros = jnp.zeros((1, length), jnp.int32)
-        sums += np.asarray(part_acceptance(hits(alone, choice[:, part], d2t), jnp.asarray(mask[:, part]), zeros))
-        _, part_losses = part_loss(alone, Teacher(teacher[:, part]), jnp.asarray(mask[:, part]), zeros)
+        _, part_losses, choices, _ = part_loss(alone, Teacher(teacher[:, part]), jnp.asarray(mask[:, part]), zeros)
+        sums += np.asarray(part_acceptance(hits(choices, choice[:, part], d2t), jnp.asarray(mask[:, part]), zeros))
         weights = np.array([supervised(jnp.asarray(mask[:, part]), zeros, s).sum() for s in range(STEPS)])
         kl += np.stack([np.asarray(part_losses) * weights, weights])
     np.testing.assert_array_equal(np.asarray(together), sums)

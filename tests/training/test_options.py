@@ -8,7 +8,7 @@ import pytest
 from eagle3_jax.config import Config, load_config
 from eagle3_jax.errors import UserError
 from eagle3_jax.taps import LastHidden
-from eagle3_jax.training import step, trainer
+from eagle3_jax.training import prepare, step, trainer
 from eagle3_jax.training.dataset import make_batch
 from eagle3_jax.training.features import choices
 from eagle3_jax.training.loss import LossOptions, Teacher, divergence, overlap, slot_masks
@@ -117,8 +117,8 @@ def test_parts_rematerialisation_and_averaging_change_no_weight(prepared, plain)
 def test_parts_run_the_target_once(prepared, monkeypatch) -> None:
     """Also where the slots to average over depend on what the target chose."""
     run, batch, features = prepared
-    real, calls = step.target_features, []
-    monkeypatch.setattr(step, "target_features", lambda *given: calls.append(0) or real(*given))
+    real, calls = step.run_target, []
+    monkeypatch.setattr(step, "run_target", lambda *given: calls.append(0) or real(*given))
     setup = run.setup._replace(loss=LossOptions(skip_uncovered=True), accumulate=2)
     train_step.trace(setup, run.frozen, trainer.fresh_state(run), batch, None, jnp.float32(1.0))
     assert len(calls) == 1
@@ -131,15 +131,16 @@ def test_noise_on_the_features_is_that_of_the_seed_and_step(prepared, plain) -> 
 
 
 def test_full_vocabulary_logits_in_chunks_are_those_at_once(world, prepared) -> None:
-    run, _, features = prepared
+    run, batch, features = prepared
     model = run.setup.target.merge(run.frozen.target)
     last = LastHidden(features.last.array[:, :50], features.last.normed)
-    made = [jax.jit(lambda chunk=chunk: choices(model, last, chunk))() for chunk in (7, 1024)]
-    np.testing.assert_array_equal(made[0][0], made[1][0])
-    np.testing.assert_allclose(made[0][1], made[1][1], rtol=1e-5)
-    logits = model.logits(last)
-    np.testing.assert_allclose(made[0][1], jax.nn.logsumexp(logits, axis=-1), rtol=1e-5)
-    np.testing.assert_array_equal(made[0][0], jnp.argmax(logits, axis=-1))
+    wanted = jnp.asarray(batch.loss_mask[:, :50])
+    logits = np.asarray(model.logits(last))[wanted]
+    for chunk, groups in ((7, 1), (5, 2), (1024, 1)):  # of all rows together, of each half of them
+        argmax, normaliser = jax.jit(lambda c=chunk, g=groups: choices(model, last, wanted, c, g))()
+        np.testing.assert_array_equal(argmax[wanted], np.argmax(logits, axis=-1))
+        assert (argmax[~wanted] == -1).all() and wanted.any()
+        np.testing.assert_allclose(normaliser[wanted], jax.nn.logsumexp(logits, axis=-1), rtol=1e-5)
 
 
 def test_the_stable_schedule_falls_at_the_end_and_rates_end_where_they_shall(world, tmp_path) -> None:
@@ -179,3 +180,11 @@ def test_presets_say_whom_they_follow() -> None:
         assert config.name == name
     with pytest.raises(UserError, match="unknown config key loss.kid / did you mean loss.kind"):
         load_config("configs/paper.yaml", ["loss.kid=kl"])
+
+
+def test_on_a_cpu_parts_are_small(world, tmp_path) -> None:
+    def parts(**values) -> int:
+        return prepare._parts(world.config(tmp_path, data={"length": 512}, training=values))
+
+    assert parts(batch_rows=2) == 1 and parts(batch_rows=4) == 2 and parts(batch_rows=4, accumulate=4) == 4
+    assert parts(batch_rows=3) == 3  # two rows and one would be uneven

@@ -197,7 +197,7 @@ def test_a_normed_last_hidden_is_not_normed_again(world, online):
     normed = world.target.graph.merge(world.target.params).model.norm(features.last.array)
     twice = features._replace(last=LastHidden(normed, normed=False))
     once = features._replace(last=LastHidden(normed, normed=True))
-    made = [teacher(run.setup.target, run.frozen.target, f, run.frozen.d2t).logits for f in (features, once, twice)]
+    made = [teacher(run.setup.target, run.frozen.target, f, run.frozen.d2t).states for f in (features, once, twice)]
     assert relative(made[1], made[0]) < 1e-5 < 1e-2 < relative(made[2], made[0])
 
 
