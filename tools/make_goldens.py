@@ -69,6 +69,11 @@ CASES = {
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6, "attention_bias": True},
     ),
     "olmo2_tiny": ("olmo2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 2.0}}),
+    "olmo3_tiny": (
+        "olmo3",
+        {"sliding_window": 5, "layer_types": TWO_KINDS, "attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 10000.0}}},
+    ),
     "gpt_oss_tiny": (
         "gpt_oss",
         {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12}

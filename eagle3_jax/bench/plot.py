@@ -1,11 +1,10 @@
 """The result of `eagle3 bench` as one figure: speed of every strategy at every batch size, and acceptance by depth."""
 
-import os
-import uuid
 from pathlib import Path
 from typing import Any
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import whole_file
 
 
 def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -21,14 +20,11 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     _speeds(speed, rows, strategies, sizes, colours)
     _acceptance(acceptance, [r for r in rows if r["batch"] == sizes[0]], colours, sizes[0])
     figure.suptitle(title, fontsize="medium")
-    temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:8]}{path.suffix}")
     try:
-        figure.savefig(temporary, dpi=150)
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            figure.savefig(temporary, dpi=150, format=path.suffix[1:])
     except OSError as error:
         raise UserError(f"cannot write the plot / {path} / {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _speeds(axes, rows, strategies: list[str], sizes: list[int], colours: dict[str, str]) -> None:

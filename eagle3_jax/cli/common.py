@@ -4,13 +4,13 @@ import json
 import logging
 import os
 import sys
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import write_whole
 
 if TYPE_CHECKING:
     from eagle3_jax.draft.draft import Draft
@@ -44,7 +44,7 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        help="Devices to spread both models over, as tensor=4 or fsdp=2,tensor=2.",
+        help="Devices to spread the models over, as tensor=4 or fsdp=2,tensor=2.",
         show_default="one device",
     ),
 ]
@@ -84,12 +84,13 @@ def start_jax(dtype: DType) -> None:
         note(f"warning: bfloat16 on CPU is about ten times slower with jax {jax.__version__} than with 0.12 or newer")
 
 
-def open_target(name: str, dtype: DType, quantize: Quantize | None = None) -> "Target":
-    """Starts JAX and loads a target. Raises UserError if there is no such target."""
+def open_target(name: str, dtype: DType, quantize: Quantize | None = None, mesh: str | None = None) -> "Target":
+    """Starts JAX and loads a target onto the devices of the mesh. Raises UserError if there is no such target, or for a
+    mesh that is none."""
     start_jax(dtype)
     from eagle3_jax.models.target import load_target
 
-    return load_target(name, dtype, quantize=quantize)
+    return load_target(name, dtype, mesh=mesh, quantize=quantize)
 
 
 def open_pair(
@@ -140,11 +141,7 @@ def write_json(path: Path | None, content: Any) -> None:
     """Writes the file whole or not at all; does nothing for None. Raises UserError if it cannot be written."""
     if path is None:
         return
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        temporary.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write JSON / {path} / {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)

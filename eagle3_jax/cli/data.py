@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, QuantizeOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.common import (
+    DTypeOption,
+    JsonOption,
+    MeshOption,
+    QuantizeOption,
+    TargetOption,
+    note,
+    open_target,
+    warn_of_pair,
+    write_json,
+)
 from eagle3_jax.cli.data_features import store_features
 from eagle3_jax.cli.data_inspect import inspect_data
 from eagle3_jax.cli.data_preview import preview_data
@@ -52,6 +62,7 @@ def generate_data(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     dtype: DTypeOption = "bfloat16",
     quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Let the target answer prompts: a draft must be trained on what its target says.
@@ -66,12 +77,16 @@ def generate_data(
         read_prompts(prompts)  # faults come before the model is loaded
     if endpoint is not None and prompts is None:
         raise UserError("--endpoint cannot write prompts / give --prompts FILE")
+    if endpoint is not None and (mesh or quantize):
+        raise UserError("--mesh and --quantize are of our own engine / leave them out with --endpoint")
     if endpoint is None and model is not None:
         raise UserError("--model names a model of an endpoint / give --endpoint URL, or leave it out")
     from eagle3_jax.data.answers import AnswerSettings, generate_answers
 
     settings = AnswerSettings(max_prompt, max_new_tokens, slots, temperature, top_p, seed, samples)
-    loaded = open_target(target, dtype, quantize) if endpoint is None else None
+    loaded = open_target(target, dtype, quantize, mesh) if endpoint is None else None
+    if loaded is not None:
+        warn_of_pair(loaded, None)
     try:
         file = prompts or _self_prompts(loaded, self_prompt, out, seed, slots)
         with _bar("answers", "{tokens:,} tokens, {speed:.0f} tok/s") as update:

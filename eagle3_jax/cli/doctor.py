@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, QuantizeOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.common import (
+    DTypeOption,
+    JsonOption,
+    MeshOption,
+    QuantizeOption,
+    TargetOption,
+    note,
+    open_target,
+    warn_of_pair,
+    write_json,
+)
 from eagle3_jax.errors import UserError
 
 
@@ -17,6 +27,7 @@ def doctor_command(
     tokens: Annotated[int, typer.Option(min=1, help="Measure on about so many tokens from the data's start.")] = 4096,
     dtype: DTypeOption = "bfloat16",
     quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Measure a draft's accuracy under every plausible wiring and tell which one it was trained with.
@@ -28,7 +39,7 @@ def doctor_command(
     read_records(data)  # faults come before the model is loaded
     if fix is not None and Path(draft).exists() and fix.resolve() == Path(draft).resolve():
         raise UserError(f"--fix {fix} is the draft itself / name another folder")
-    loaded = open_target(target, dtype, quantize)
+    loaded = open_target(target, dtype, quantize, mesh)
     from eagle3_jax.doctor.fix import repairable, write_fix
     from eagle3_jax.doctor.opening import open_draft
     from eagle3_jax.doctor.report import remarks, serving_lines, table, to_json, verdict
@@ -36,6 +47,7 @@ def doctor_command(
     from eagle3_jax.draft.draft import binding_warning
     from eagle3_jax.training.dataset import read_documents
 
+    warn_of_pair(loaded, None)
     opened = open_draft(draft, loaded)
     if (warning := binding_warning(opened.stored, loaded)) is not None:
         note(warning)

@@ -6,7 +6,6 @@ may come out as other ids. The file is appended to as answers finish; a second r
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import prompt_ids
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import write_whole
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.slots import Request, generate_many
 
@@ -181,13 +181,6 @@ def require_same_facts(out: Path, facts: dict) -> None:
     if before != facts:
         differing = ", ".join(_differences(before, facts))
         raise UserError(f"{out} was begun with other settings ({differing}) / use those, or choose another --out")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there in full or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def write_facts(out: Path, facts: dict) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.data.answers import require_same_facts, write_facts, write_whole
+from eagle3_jax.data.answers import require_same_facts, write_facts
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import write_whole
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.slots import Request, generate_many
 

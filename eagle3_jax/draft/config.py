@@ -154,6 +154,11 @@ def draft_config(
     """What config.json says besides the decoder, the same keys in every format."""
     eagle = raw.get("eagle_config") or {}
     _check_eagle_config(raw, eagle, where)
+    if decoder.rope_border is not None:
+        raise UserError(
+            f"{where} has rope type longrope: past {decoder.rope_border} tokens some systems change the factors of a "
+            "whole text, some of later tokens / use a draft of another type (eagle3 train makes none of this one)"
+        )
     use_aux = eagle.get("use_aux_hidden_state") is not False
     rows = next(iter(shapes.get("lm_head.weight", ())), decoder.vocab_size)
     norms = {flag: bool(raw.get(flag)) for flag in NORM_FLAGS}

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from eagle3_jax.models.attention import Attend
 from eagle3_jax.models.config import DecoderConfig
@@ -29,9 +29,26 @@ class Linear(nnx.Module):
         if self.scale is None:
             y = jnp.einsum("...i,oi->...o", x, self.weight[...])
         else:
-            y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype), preferred_element_type=jnp.float32)
+            y = jnp.einsum("...i,oi->...o", x, widened(self.weight[...], x), preferred_element_type=jnp.float32)
             y = (y * self.scale[...]).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...]
+
+
+def widened(codes: Int8[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """int8 codes in the dtype of x, with which they are to be multiplied, exactly.
+
+    On CPU two things make it quick (docs/performance.md): bfloat16 as the upper half of a float32, which holds all of a
+    number of seven bits, and waiting for x, without which XLA widens all layers' codes before it computes the first.
+    """
+
+    def on_cpu(codes, x):
+        codes, _ = jax.lax.optimization_barrier((codes, x))
+        if x.dtype != jnp.bfloat16:
+            return codes.astype(x.dtype)
+        bits = jax.lax.bitcast_convert_type(codes.astype(jnp.float32), jnp.uint32)
+        return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+    return jax.lax.platform_dependent(codes, x, cpu=on_cpu, default=lambda codes, x: codes.astype(x.dtype))
 
 
 class Embedding(nnx.Module):

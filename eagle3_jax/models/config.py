@@ -211,7 +211,7 @@ def common_config(
     check_types(config, where)
     _refuse_unsupported(config, where)
     _report_unknown(config, where, strict, frozenset(also))
-    key = "hidden_activation" if "hidden_activation" in also and config.get("hidden_activation") else "hidden_act"
+    key = "hidden_activation" if "hidden_activation" in also else "hidden_act"
     activation = config.get(key, "silu")
     if activation not in activations:
         raise UserError(f"{where} has {key} {activation!r} / supported: {', '.join(activations)}")
@@ -322,8 +322,26 @@ def windows_of(config: dict[str, Any], where: str, kinds: list[str], window: Any
     if SLIDING not in kinds:
         return ()
     if type(window) is not int or window < 1:
-        raise UserError(f"{where} has sliding_attention layers but sliding_window {config.get('sliding_window')!r}")
+        off = ", which is switched off" if window is None and config.get("sliding_window") is not None else ""
+        raise UserError(
+            f"{where} has sliding_attention layers but sliding_window {config.get('sliding_window')!r}{off} / "
+            "correct layer_types, sliding_window or use_sliding_window"
+        )
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def ropes_by_kind(
+    config: dict[str, Any], where: str, full: RopeConfig, windows: tuple[int | None, ...], theta: float
+) -> tuple[RopeConfig, ...]:
+    """DecoderConfig.layer_ropes of Gemma 3 and OLMo 3: layers with a window have a rotation of their own, which the
+    older rope_scaling does not concern. full: of the other layers. theta: base of the sliding ones if no key has it.
+    """
+    given = config.get("rope_parameters") or {}
+    if given and not any(isinstance(value, dict) for value in given.values()):
+        raise UserError(f"{where} has one rotation in rope_parameters / give one for each of {FULL} and {SLIDING}")
+    own = {"rope_parameters": given.get(SLIDING) or {}, "max_position_embeddings": full.max_positions}
+    sliding = rope_from_hf(own, full.head_dim, default_theta=theta)
+    return tuple(sliding if window else full for window in windows)
 
 
 def _windows_to_hf(config: DecoderConfig) -> dict[str, Any]:

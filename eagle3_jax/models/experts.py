@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.models.blocks import MLP, Linear, activation
+from eagle3_jax.models.blocks import MLP, Linear, activation, widened
 from eagle3_jax.models.config import DecoderConfig, ExpertsConfig
 
 _GROUPED = jax.lax.RaggedDotDimensionNumbers(
@@ -34,7 +34,7 @@ class GroupedLinear(nnx.Module):
         self, rows: Float[Array, "R inputs"], expert: Int[Array, "R"], sizes: Int[Array, "E"]
     ) -> Float[Array, "R outputs"]:
         """rows sorted by expert; expert: of each row; sizes: rows of each expert."""
-        weight = self.weight[...] if self.scale is None else self.weight[...].astype(rows.dtype)
+        weight = self.weight[...] if self.scale is None else widened(self.weight[...], rows)
         y = jax.lax.ragged_dot_general(rows, weight, sizes, _GROUPED)
         y = y if self.scale is None else (y * self.scale[...][expert]).astype(rows.dtype)
         return y if self.bias is None else y + self.bias[...][expert]

@@ -89,7 +89,8 @@ def rope_from_hf(
         raise UserError(f"partial_rotary_factor {share} in config.json is not supported / only full rotation is")
     _check_numbers({"partial_rotary_factor": share})
     rotated = int(head_dim * share)
-    if rotated % 2 or not 0 < rotated <= head_dim:
+    rounds_up = kind == "default" and rotated < head_dim  # transformers then rotates one dimension more
+    if (rotated % 2 and not rounds_up) or not 0 < rotated <= head_dim:
         raise UserError(f"config.json rotates {rotated} of {head_dim} dimensions of a head / an even number is needed")
     lists = ("short_factor", "long_factor")
     no_numbers = ("truncate", *lists)

@@ -16,6 +16,7 @@ from eagle3_jax.models import gguf, gguf_tokenizer, int8
 from eagle3_jax.models.attention import causal
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.families import family_of
+from eagle3_jax.models.families.text_parts import lifted
 from eagle3_jax.models.family import Family
 from eagle3_jax.models.fingerprint import target_fingerprint, tokenizer_fingerprint
 from eagle3_jax.models.quantised import dequantised, quantisation_of
@@ -27,6 +28,7 @@ from eagle3_jax.models.weights import (
     fill,
     read_json,
     safetensors_files,
+    with_one_head,
     with_progress,
 )
 from eagle3_jax.sharding import ONE_DEVICE, Placement, parse_mesh
@@ -152,6 +154,7 @@ def load_target(
         raw = read_json(place / "config.json")
         family = family or family_of(raw, str(place))
         files = TensorFiles(safetensors_files(place))
+        raw = lifted(raw, files)
         tensors = with_progress(dequantised(quantisation_of(raw, place), files, str(place)), len(files), place.name)
         tokenizer, no_tokenizer = _folder_tokenizer(place), None
         generation_file = place / "generation_config.json"
@@ -160,7 +163,10 @@ def load_target(
     add_scales = int8.add_scales if quantize else lambda model: model
     graph, shapes = abstract_params(nnx.eval_shape(lambda: add_scales(family.build(config))))
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
-    placed = int8.quantised(family.place(config, tensors), shapes)
+    placed = family.place(config, tensors)
+    if config.tie_embeddings:
+        placed = with_one_head(placed, str(place))
+    placed = int8.quantised(placed, shapes)
     float32 = (*family.float32, ".scale")
     params = fill(shapes, placed, jnp.dtype(dtype), str(place), ignore, float32, placement)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)

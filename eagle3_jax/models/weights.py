@@ -220,6 +220,21 @@ def _put(stack: jax.Array, entry: jax.Array, index: Int[Array, ""]) -> jax.Array
     return jax.lax.dynamic_update_index_in_dim(stack, entry, index, 0)
 
 
+def with_one_head(tensors: Iterable[tuple], where: str) -> Iterator[tuple]:
+    """The tensors of a model whose head is said to be its embedding; UserError if a head is stored that is another
+    (by a sample of rows): transformers 5 takes it then, other systems leave it."""
+    seen = {}
+    for name, array, *entry in tensors:
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            seen[name] = np.asarray(array[:: max(len(array) // 64, 1)], np.float32)
+            if len({rows.tobytes() for rows in seen.values()}) > 1:
+                raise UserError(
+                    f"tie_word_embeddings is on, given or by default, but lm_head.weight is another matrix / {where} / "
+                    "set it to false, or remove lm_head.weight"
+                )
+        yield name, array, *entry
+
+
 def insert(tree: Params, name: str, value: Any) -> None:
     """Puts value at a dotted path, numbers as integer keys (the form of `nnx.to_pure_dict`)."""
     *path, last = [int(part) if part.isdigit() else part for part in name.split(".")]

@@ -1,6 +1,7 @@
 """What one request asks for: sampling settings, length, stops; checking them, and their device form for a batch."""
 
 import dataclasses
+import operator
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,10 @@ class SamplingParams:
     """Settings of one request; `eagle3_jax.generate` takes one, or one for each prompt.
 
     temperature: 0 = greedy. top_p in (0, 1], top_k (0 = off), min_p in [0, 1): tokens at least min_p times as likely
-    as the likeliest. repetition_penalty (1 = off): logits of tokens in prompt or answer divided by it if positive, else
-    multiplied. presence_penalty, frequency_penalty (0 = off): subtracted from the logits of tokens in the answer, once,
-    and for each time. logit_bias: {token id: added to its logit}. min_tokens: no stop token before so many. seed: None
-    = a random one. stop_token_ids: None = the target's end tokens, () = never stop.
+    as the likeliest. repetition_penalty (0.01 to 100, 1 = off): logits of tokens in prompt or answer divided by it if
+    positive, else multiplied. presence_penalty, frequency_penalty (0 = off): subtracted from the logits of tokens in
+    the answer, once, and for each time. logit_bias: {token id: added to its logit}. min_tokens: no stop token before so
+    many. seed: None = a random one. stop_token_ids: None = the target's end tokens, () = never stop.
     """
 
     max_new_tokens: int = 128
@@ -72,7 +73,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         "top_p": (0 < params.top_p <= 1, "in (0, 1]"),
         "top_k": (params.top_k >= 0, "0 (off) or more"),
         "min_p": (0 <= params.min_p < 1, "in [0, 1)"),
-        "repetition_penalty": (0 < params.repetition_penalty <= _LARGEST, "more than 0"),
+        "repetition_penalty": (0.01 <= params.repetition_penalty <= 100, "between 0.01 and 100"),
         "presence_penalty": (abs(params.presence_penalty) <= _LARGEST, "a finite number"),
         "frequency_penalty": (abs(params.frequency_penalty) <= _LARGEST, "a finite number"),
         "min_tokens": (0 <= params.min_tokens <= params.max_new_tokens, "between 0 and max_new_tokens"),
@@ -109,6 +110,14 @@ def _check_seed(params: SamplingParams) -> None:
 def _require(good: bool, params: SamplingParams, name: str, rule: str) -> None:
     if not good:
         raise UserError(f"sampling setting {name} {getattr(params, name)} / it must be {rule}")
+
+
+def token_ids(prompt: Sequence[int]) -> list[int]:
+    """A prompt as a list of whole numbers, from any sequence or array of them. Raises UserError for anything else."""
+    try:
+        return list(map(operator.index, prompt))
+    except TypeError as error:
+        raise UserError(f"prompt_ids holds {str(prompt)[:40]!r} / give whole numbers, as the tokenizer does") from error
 
 
 def check_prompt(number: int, prompt: list[int], target: Target) -> None:

@@ -1,7 +1,6 @@
 """Writing a store of features: the target runs once over the data, and any number of drafts train from its states."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from eagle3_jax.data.packing import pack
 from eagle3_jax.data.store import DTYPES, NAME, VERSION, bytes_a_token, checksum_of, encode
 from eagle3_jax.data.template import Document
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import whole_file
 from eagle3_jax.models.target import Target
 from eagle3_jax.taps import TapSet
 from eagle3_jax.training.dataset import batches_in_order
@@ -131,12 +131,10 @@ def _write_shard(
     arrays["input_ids"] = np.concatenate([ids for ids, _ in documents]).astype(np.int32)
     arrays["loss_mask"] = np.concatenate([mask for _, mask in documents]).astype(np.uint8)
     file = folder / f"shard-{number:05}.safetensors"
-    temporary = file.with_name(f".{file.name}.tmp")
     try:
-        save_file(arrays, temporary)
-        os.replace(temporary, file)
+        with whole_file(file) as temporary:
+            save_file(arrays, temporary)
     except (OSError, ValueError) as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write the shard / {file} / {error} / free space and run again") from error
     sums = [checksum_of(*(document[key] for key in ("states", "scales") if key in document)) for document in found]
     side = {"file": file.name, "lengths": [len(ids) for ids, _ in documents], "checksums": sums}

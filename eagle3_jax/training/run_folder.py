@@ -20,6 +20,7 @@ import yaml
 from eagle3_jax.config import Config, fill_in
 from eagle3_jax.data.files import is_hub
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import write_whole
 
 
 def check(
@@ -172,12 +173,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes the file whole or not at all. Raises UserError if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path} / {error.strerror or error} / free space, --resume") from error
 
 

@@ -24,7 +24,7 @@ def config(tmp_path_factory) -> Config:
             "target": {"path": str(write_tiny_target(folder / "target")), "dtype": "float32"},
             "data": {"train": str(folder / "rows.jsonl"), "heldout": str(folder / "rows.jsonl"), "length": 32},
             "draft": {"taps": [0, 1, 2], "vocab_size": 16},
-            "training": {"epochs": 1, "ttt_steps": 2, "batch_rows": 2, "evaluate_steps": 3, "compute_dtype": "float32"},
+            "training": {"epochs": 1, "ttt_steps": 1, "batch_rows": 2, "evaluate_steps": 1, "compute_dtype": "float32"},
         }
     )
 

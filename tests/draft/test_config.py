@@ -104,6 +104,13 @@ def test_flags_that_are_not_understood_are_refused() -> None:
         draft_config_from_speculators(raw, "here")
 
 
+def test_a_rotation_that_changes_within_a_text_is_refused() -> None:
+    raw, rope = written(config()), {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    raw["transformer_layer_config"]["rope_parameters"] = rope | {"original_max_position_embeddings": 64}
+    with pytest.raises(UserError, match="here has rope type longrope: past 64 tokens"):
+        draft_config_from_speculators(raw, "here")
+
+
 @pytest.mark.parametrize("change", [{"speculators_model_type": "dflash"}, {"speculators_model_type": None}])
 def test_another_kind_of_draft_is_refused(change: dict) -> None:
     with pytest.raises(UserError, match="not an EAGLE-3 draft in speculators layout"):

@@ -1,10 +1,16 @@
 """config.json of a decoder: what is read, what is refused, what is warned about."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.config import decoder_config, decoder_config_to_hf
+from eagle3_jax.models.families import family_of
 from tests.tiny import target_config
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "targets"
 
 
 def test_sizes_are_read() -> None:
@@ -84,3 +90,34 @@ def test_unknown_keys_are_named_in_a_warning() -> None:
 def test_unknown_keys_of_a_draft_are_refused() -> None:
     with pytest.raises(UserError, match="not understood: logit_softcap"):
         decoder_config(target_config(logit_softcap=30.0), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "facts"),
+    [
+        ("Phi3ForCausalLM", {}, {"rms_norm_eps": 1e-5, "max_positions": 4096}),
+        ("MixtralForCausalLM", {"num_attention_heads": 8}, {"rms_norm_eps": 1e-5, "max_positions": 131072}),
+        ("MistralForCausalLM", {"num_attention_heads": 8}, {"num_kv_heads": 8, "windows": (4096, 4096)}),
+        (
+            "MistralForCausalLM",
+            {"num_key_value_heads": None, "sliding_window": None},
+            {"num_kv_heads": 4, "windows": ()},
+        ),
+        ("Qwen3ForCausalLM", {"num_key_value_heads": 2}, {"head_dim": 128, "max_positions": 32768, "windows": ()}),
+        ("Gemma2ForCausalLM", {}, {"tie_embeddings": True, "logit_softcap": 30.0, "attention_softcap": 50.0}),
+        ("Gemma3ForCausalLM", {}, {"tie_embeddings": True, "query_scale": 1 / 16, "windows": (4096, 4096)}),
+        ("SmolLM3ForCausalLM", {}, {"tie_embeddings": True, "windows": ()}),
+        ("Olmo3ForCausalLM", {}, {"rms_norm_eps": 1e-5, "tie_embeddings": False, "windows": (4096, 4096)}),
+    ],
+)
+def test_an_absent_key_means_what_transformers_takes_for_it(architecture: str, changes: dict, facts: dict) -> None:
+    raw = {"architectures": [architecture], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 40}
+    raw |= {"num_hidden_layers": 2, "num_attention_heads": 4} | changes
+    config = family_of(raw, "here").read(raw, "here")
+    assert {key: getattr(config, key) for key in facts} == facts
+
+
+def test_the_base_of_a_rotation_that_is_scaled_by_default_can_be_stated() -> None:
+    raw = json.loads((GOLDEN / "gpt_oss_tiny" / "config.json").read_text()) | {"rope_theta": 5000.0}
+    rope = family_of(raw, "here").read(raw | {"rope_parameters": None}, "here").rope
+    assert (rope.kind, rope.theta, rope.get("factor")) == ("yarn", 5000.0, 32.0)

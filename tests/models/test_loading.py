@@ -226,14 +226,6 @@ def test_bytes_without_a_scale_are_no_weights(tmp_path: Path) -> None:
 # --- families
 
 
-def test_a_model_with_images_is_refused_by_name(tmp_path: Path) -> None:
-    folder = write_target(tmp_path / "t", num_hidden_layers=1)
-    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": "gemma3_text"}}
-    (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(e3.UserError, match="Gemma3ForConditionalGeneration wraps a gemma3_text .* save the text model"):
-        e3.load_target(folder)
-
-
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
@@ -242,7 +234,16 @@ def test_a_model_with_images_is_refused_by_name(tmp_path: Path) -> None:
         ("mistral", {"sliding_window": 0.5}, "sliding_window 0.5"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "sliding_window 5 and layer_types that differ"),
         ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping '50'"),
+        ("gemma3", {"sliding_window_pattern": None}, "sliding_window_pattern None"),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "one rotation in rope_parameters / give one for each",
+        ),
+        ("gemma3", {"hidden_activation": None}, "hidden_activation None"),
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers \[1, 0\]"),
+        ("smollm3", {"use_sliding_window": False}, "sliding_window 6, which is switched off / correct layer_types"),
+        ("phi3", {"original_max_position_embeddings": 16}, "original_max_position_embeddings 16 and inside"),
         ("qwen3_moe", {"num_experts_per_tok": None}, "num_experts_per_tok None"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step 0"),
         ("deepseek", {"scoring_func": "softmax"}, "scoring_func 'softmax' / only 'sigmoid'"),

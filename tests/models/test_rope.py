@@ -135,6 +135,11 @@ def test_a_part_of_a_head_can_be_rotated() -> None:
     assert not np.allclose(turned[..., :12], x[..., :12])
 
 
+def test_an_odd_part_of_a_head_is_rounded_up_as_in_transformers() -> None:
+    rope = rope_from_hf({"partial_rotary_factor": 0.32}, DIM, partial=True)  # 5 of 16: six are rotated
+    assert_angles(rope, [THETA ** (-2 * i / 5) for i in range(3)])
+
+
 def test_dynamic_grows_with_the_length() -> None:
     rope = parse(rope_parameters={"rope_type": "dynamic", "factor": 2.0})
     for length in (40, WINDOW, 300):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from eagle3_jax.serving import page
@@ -40,12 +40,17 @@ class Stub:
         self.left = threading.Event()  # set when a client leaves in the middle of an answer
         self.locked = False  # whether it wants KEY
         self.strategies: list[str] = []  # those it says it has
+        self.failed: str | None = None  # why its engine died
         own = [
-            Route("/health", lambda request: PlainTextResponse("ok")),
+            Route("/health", self.health),
             Route("/v1/models", self.models),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
         self.app = Starlette(routes=[*page.routes(), *own])
+
+    def health(self, request: Request) -> JSONResponse:
+        said = {"status": "dead" if self.failed else "ready", "error": self.failed}
+        return JSONResponse(said, 503 if self.failed else 200)
 
     def models(self, request: Request) -> JSONResponse:
         own = {"strategies": self.strategies} if self.strategies else {}
@@ -69,7 +74,8 @@ class Stub:
         plain = strategy == "plain"
         pause, steps = _SCRIPTS.get(prompt, (0.06 if plain else 0.03, _PLAIN if plain else _CHAIN))
         return StreamingResponse(
-            self.stream(strategy, pause, steps, prompt == "broken"), media_type="text/event-stream"
+            self.stream(strategy, pause, steps, prompt == "broken" or (prompt == "halfway" and not plain)),
+            media_type="text/event-stream",
         )
 
     async def stream(self, strategy: str, pause: float, steps: list, broken: bool) -> AsyncIterator[str]:

@@ -217,7 +217,7 @@ def test_rounds_are_timed_without_what_plain_rounds_left_the_draft_to_read(engin
     catch_up = runner._catch_up
     monkeypatch.setattr(runner, "_catch_up", lambda rows: (read.append(rows), catch_up(rows)))
     monkeypatch.setattr("eagle3_jax.serving.runner.time_each", time_each)
-    monkeypatch.setattr("eagle3_jax.serving.runner.known_costs", lambda key, strategies, measure: measure())
+    monkeypatch.setattr("eagle3_jax.serving.runner.known_costs", lambda *given: given[-1](given[-2]))
     for size in (1, 2):
         runner._measure(size)
 
@@ -320,6 +320,9 @@ def test_a_grammar_sees_committed_tokens_only(engine, alone, special) -> None:
     answer, neighbour = run(engine, asked("even", PROMPTS[2], grammar=grammar), asked("free", PROMPTS[3]))
     assert tokens(answer) == grammar.seen == special[2].tokens
     assert tokens(neighbour) == alone["plain"][3].tokens
+    forbidden = special[2].tokens[0]
+    both = run(engine, asked("both", PROMPTS[2], grammar=Even(), logit_bias={forbidden: -1e9}))[0]
+    assert tokens(both) and not any(token % 2 or token == forbidden for token in tokens(both))
 
 
 @pytest.mark.parametrize("fails", (1, 2, 5))

@@ -59,7 +59,7 @@ def open_page(browser, address, stub):
 
     stub.bodies.clear()
     stub.left.clear()
-    stub.locked, stub.strategies = False, []
+    stub.locked, stub.strategies, stub.failed = False, [], None
     yield opened
     for context in contexts:
         context.close()
@@ -142,6 +142,10 @@ def test_what_the_server_has_compiled_is_offered_first(open_page, stub):
     page.get_by_role("radio", name="chain").check()
     assert page.locator("#chain-depth").input_value() == "2"
     assert "This server has chain:2, chain:4" in page.locator("#kind-note").inner_text()
+    stub.strategies = ["plain"]
+    page = open_page()
+    expect(page.locator("#kind-note")).to_contain_text("no draft")
+    expect(page.get_by_role("tab", name="Race")).to_be_disabled()  # there would be nothing to race against
 
 
 @needs_chromium
@@ -180,6 +184,24 @@ def test_a_race_shows_both_and_who_won(open_page, stub):
     assert page.locator("#lane-spec .text .d3").count() == 1 and page.locator("#lane-plain .text .d1").count() == 0
     asked = [(body["eagle3"]["strategy"], body["seed"]) for body in stub.bodies]
     assert [strategy for strategy, _ in asked] == ["plain", "auto"] and asked[0][1] == asked[1][1]
+    page.get_by_label("temperature").fill("0.5")
+    page.get_by_label("temperature").blur()
+    expect(page.locator("#verdict")).to_contain_text("times as fast")  # another setting does not take the result away
+    ask(page, "broken")
+    expect(page.get_by_role("alert")).to_contain_text("NaN logits")
+    finished(page)
+    expect(page.locator("#model")).to_have_text("stub")
+    assert page.locator("#lane-spec .phase").inner_text() == "not run"
+    assert page.locator("#lane-plain .text").inner_text() == "The sky"  # what came stays
+    ask(page, "halfway")  # the second half of the race breaks, while the first is played again
+    expect(page.get_by_role("alert")).to_contain_text("NaN logits")
+    assert page.locator("#lane-plain .text").evaluate("node => node.textContent") == ANSWER  # and plays no longer
+    finished(page)
+    ask(page, "endless")
+    expect(page.locator("#lane-plain .text span").nth(5)).to_be_visible()
+    page.keyboard.press("Escape")
+    finished(page)
+    assert page.get_by_label("Message").input_value() == "endless"
 
 
 @needs_chromium
@@ -197,7 +219,7 @@ def test_what_a_model_writes_stays_text(open_page):
 
 @needs_chromium
 def test_errors_say_what_to_do_and_lose_nothing(open_page, stub):
-    page = open_page(allow="status of (429|400|401)|Failed to load resource")
+    page = open_page(allow="status of (429|400|401|503)|Failed to load resource")
     for prompt, words in (
         ("full", "try again in 7 s"),
         ("bad", "max_tokens 160 does not fit"),
@@ -208,6 +230,11 @@ def test_errors_say_what_to_do_and_lose_nothing(open_page, stub):
         finished(page)
         assert page.get_by_label("Message").input_value() == prompt
     expect(page.locator(".facts").last).to_contain_text("broken off")
+    stub.failed = "boom"
+    ask(page, "bad")
+    expect(page.locator("#model")).to_have_text("the server has failed: boom")
+    finished(page)
+    stub.failed = None
     stub.locked = True
     ask(page, "hello")
     expect(page.get_by_role("alert")).to_contain_text("wants an API key")

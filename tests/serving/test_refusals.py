@@ -63,7 +63,7 @@ from tests.serving.fake_engine import (
         ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
         ({"prompt": "a", "eagle3": {"strategies": "plain"}}, "eagle3.strategies"),
         ({"prompt": "a", "eagle3": {"strategy": "chain:9"}}, "eagle3.strategy"),
-        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "repetition_penalty": 1e-38}, "repetition_penalty"),
         ({"prompt": "a", "temperature": 1e39}, "temperature"),
         ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"prompt": ""}, "prompt"),
@@ -92,6 +92,7 @@ from tests.serving.fake_engine import (
         ({"messages": HI, "functions": []}, "functions"),
         ({"messages": HI, "modalities": ["audio"]}, "modalities.0"),
         ({"messages": HI, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"messages": HI, "chat_template_kwargs": {"": 1}}, "chat_template_kwargs"),
         ({"messages": HI, "chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
         ({"messages": HI, "chat_template_kwargs": {"chat_template": "{{ message }}"}}, "chat_template_kwargs"),
         ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
@@ -133,7 +134,7 @@ def test_bodies_that_are_no_json_object(server, raw):
 def test_a_template_that_refuses_messages_is_the_client_s_error():
     tokenizer = byte_tokenizer("{{ raise_exception('roles must alternate') }}")
     with fake_server(saying("a"), tokenizer) as server:
-        assert "alternate" in refused(post(server, "/v1/chat/completions", {"messages": HI}))
+        assert "alternate" in refused(post(server, "/v1/chat/completions", {"messages": HI}), 400, "messages")
     with fake_server(saying("a"), byte_tokenizer("")) as server:
         assert "no chat template" in refused(post(server, "/v1/chat/completions", {"messages": HI}))
 
@@ -146,7 +147,7 @@ def test_api_key():
         refused(get(server[0] + "/v1/models"), 401)
         refused(post(server, "/v1/completions", {"prompt": "a"}, headers={"Content-Type": "text/plain"}), 401)
         assert get(server[0] + "/health").status_code == 200
-        good = {"Authorization": "Bearer sécret".encode()}
+        good = {"Authorization": "bearer sécret".encode()}
         assert post(server, "/v1/completions", {"prompt": "a"}, headers=good).status_code == 200
         assert not [request for request in server[1].requests[1:]]
 

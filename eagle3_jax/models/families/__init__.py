@@ -3,7 +3,8 @@
 from typing import Any
 
 from eagle3_jax.errors import UserError
-from eagle3_jax.models.families import deepseek, gemma, gpt_oss, llama, mistral, moe, olmo2, phi3, qwen, smollm3
+from eagle3_jax.models.families import deepseek, gemma, gpt_oss, llama, mistral, moe, olmo, phi3, qwen, smollm3
+from eagle3_jax.models.families.text_parts import WRAPPERS, architecture_of, text_family
 from eagle3_jax.models.family import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -17,16 +18,18 @@ FAMILIES: tuple[Family, ...] = (
     gemma.GEMMA2,
     gemma.GEMMA3,
     smollm3.FAMILY,
-    olmo2.FAMILY,
+    olmo.OLMO2,
+    olmo.OLMO3,
     gpt_oss.FAMILY,
     deepseek.FAMILY,
 )
 
 
 def family_of(raw: dict[str, Any], where: str) -> Family:
-    """The family of a config.json. UserError for an unknown architecture, and for one that wraps a text model."""
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else "none"
+    """The family of a config.json. UserError for an unknown architecture, and for one that wraps another text model."""
+    name = architecture_of(raw)
+    if (part := text_family(raw, where)) is not None:
+        return part
     for family in FAMILIES:
         if family.architecture == name:
             return family
@@ -35,6 +38,6 @@ def family_of(raw: dict[str, Any], where: str) -> Family:
         inner = raw["text_config"].get("model_type", "text")
         raise UserError(
             f"{name} wraps a {inner} model with other inputs, such as images / {where} / save the text model alone "
-            f"(transformers: model.language_model) as one of: {supported}"
+            f"(transformers: model.language_model) as one of: {supported}; text is read out of: {', '.join(WRAPPERS)}"
         )
     raise UserError(f"target architecture {name} is not supported / {where} / supported: {supported}")

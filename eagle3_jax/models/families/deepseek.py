@@ -23,6 +23,7 @@ ROUTING += ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", 
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}  # written, and never another value
 TRAINING = ("num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "aux_loss_alpha", "qk_head_dim")
 DEFAULTS = {
+    "max_position_embeddings": 4096,
     "q_lora_rank": 1536,
     "rope_interleave": True,
     "n_shared_experts": 1,

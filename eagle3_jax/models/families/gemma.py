@@ -11,20 +11,19 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.models.blocks import MLP, Attention, block_norm
 from eagle3_jax.models.config import (
     FULL,
-    SLIDING,
     DecoderConfig,
     common_config,
+    counts,
     kinds_by_period,
     positive_numbers,
+    ropes_by_kind,
     windows_of,
 )
 from eagle3_jax.models.family import Family
-from eagle3_jax.models.rope import rope_from_hf
 
-KEYS = (
-    *("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("use_bidirectional_attention", "sliding_window_pattern", "rope_local_base_freq"),
-)
+KEYS = ("hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention")
+GEMMA2_KEYS = (*KEYS, "attn_logit_softcapping")
+GEMMA3_KEYS = (*KEYS, "sliding_window_pattern", "rope_local_base_freq")  # transformers applies no softcap to its scores
 COMMON = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -33,6 +32,10 @@ COMMON = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+GEMMA2_DEFAULTS = COMMON | {"max_position_embeddings": 8192}
+GEMMA2_DEFAULTS |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA3_DEFAULTS = COMMON | {"max_position_embeddings": 131072, "sliding_window_pattern": 6}
+GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4  # of Gemma 3
 
 
 class SandwichBlock(nnx.Module):
@@ -53,34 +56,32 @@ class SandwichBlock(nnx.Module):
 
 
 def read_gemma2(raw: dict[str, Any], where: str) -> DecoderConfig:
-    raw = COMMON | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | raw
-    return _read(raw, where, period=2)
+    raw = GEMMA2_DEFAULTS | raw
+    positive_numbers(raw, where, "attn_logit_softcapping")
+    config = _read(raw, where, GEMMA2_KEYS, period=2)
+    return dataclasses.replace(config, attention_softcap=raw["attn_logit_softcapping"])
 
 
 def read_gemma3(raw: dict[str, Any], where: str) -> DecoderConfig:
-    raw = COMMON | raw
-    period = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
-    # Gemma 3 rotates its sliding layers by a base of their own; rope_scaling is meant for the global ones.
-    config = _read(raw, where, period, layer_type=FULL, default_theta=1e6)
-    own = (raw.get("rope_parameters") or {}).get(SLIDING) or {}
-    local_raw = {"rope_parameters": own, "max_position_embeddings": config.max_positions}
-    local = rope_from_hf(local_raw, config.head_dim, default_theta=raw.get("rope_local_base_freq") or 1e4)
-    ropes = tuple(local if window else config.rope for window in config.windows)
+    raw = GEMMA3_DEFAULTS | raw
+    counts(raw, where, "sliding_window_pattern")
+    config = _read(raw, where, GEMMA3_KEYS, raw["sliding_window_pattern"], layer_type=FULL, default_theta=GLOBAL_THETA)
+    theta = raw.get("rope_local_base_freq") or LOCAL_THETA
+    ropes = ropes_by_kind(raw, where, config.rope, config.windows, theta)
     return dataclasses.replace(config, qk_norm=True, layer_ropes=ropes)
 
 
-def _read(raw: dict[str, Any], where: str, period: int, **rope: Any) -> DecoderConfig:
+def _read(raw: dict[str, Any], where: str, keys: tuple[str, ...], period: int, **rope: Any) -> DecoderConfig:
     if raw.get("use_bidirectional_attention"):
         raise UserError(f"{where} has use_bidirectional_attention / that is an embedding model, no causal one")
-    base = common_config(raw, where, KEYS, **rope)
-    positive_numbers(raw, where, "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+    base = common_config(raw, where, keys, **rope)
+    positive_numbers(raw, where, "query_pre_attn_scalar", "final_logit_softcapping")
     kinds = raw.get("layer_types") or kinds_by_period(raw, period)
     return dataclasses.replace(
         base,
         mlp_bias=False,
         windows=windows_of(raw, where, kinds, raw["sliding_window"]),
         query_scale=float(raw["query_pre_attn_scalar"]) ** -0.5,
-        attention_softcap=raw.get("attn_logit_softcapping"),
         logit_softcap=raw.get("final_logit_softcapping"),
         embedding_scale=base.hidden_size**0.5,
         norm_offset=1.0,

@@ -33,12 +33,13 @@ DEFAULTS = {
     "head_dim": 64,
     "attention_bias": True,
     "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
     "sliding_window": 128,
     "num_experts_per_tok": 4,
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
-ROPE = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 ROPE |= {"truncate": False, "original_max_position_embeddings": 4096}
 
 
@@ -78,7 +79,7 @@ class GptOssMixture(Mixture):
 
 def read(raw: dict[str, Any], where: str) -> DecoderConfig:
     raw = DEFAULTS | raw
-    if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw["rope_parameters"] = ROPE
     raw["num_local_experts"] = raw.get("num_local_experts") or raw.get("num_experts") or 128
     base = common_config(raw, where, KEYS, activations=("silu",), default_theta=150000.0)

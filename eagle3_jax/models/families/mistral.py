@@ -6,7 +6,7 @@ from typing import Any
 from eagle3_jax.models.config import DecoderConfig, common_config, one_window
 from eagle3_jax.models.family import Family
 
-DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
+DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
 
 
 def read(raw: dict[str, Any], where: str) -> DecoderConfig:

@@ -14,8 +14,10 @@ QWEN_KEYS = (
     *("decoder_sparse_step", "mlp_only_layers"),
 )
 QWEN_DEFAULTS = {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+QWEN_DEFAULTS |= {"max_position_embeddings": 32768}
 MIXTRAL_KEYS = ("num_local_experts", "num_experts_per_tok", "router_jitter_noise")
 MIXTRAL_DEFAULTS = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL_DEFAULTS |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
 MIXTRAL_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 

@@ -8,9 +8,11 @@ import numpy as np
 from eagle3_jax.models.config import DecoderConfig, common_config, one_window
 from eagle3_jax.models.family import Family, Placed, Stored
 
+DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+
 
 def read(raw: dict[str, Any], where: str) -> DecoderConfig:
-    raw = dict(raw)
+    raw = DEFAULTS | raw
     for key in ("rope_parameters", "rope_scaling"):
         rope = raw.get(key)
         # Microsoft's first files call LongRoPE "su" or, with the same factors, "yarn".

@@ -7,6 +7,8 @@ from eagle3_jax.models.config import DecoderConfig, common_config, kinds_from_la
 from eagle3_jax.models.family import Family
 
 KEYS = ("max_window_layers",)
+QWEN2_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+QWEN3_DEFAULTS = QWEN2_DEFAULTS | {"head_dim": 128}
 
 
 def windows(raw: dict[str, Any], where: str) -> tuple[int | None, ...]:
@@ -17,12 +19,12 @@ def windows(raw: dict[str, Any], where: str) -> tuple[int | None, ...]:
 
 
 def read_qwen2(raw: dict[str, Any], where: str) -> DecoderConfig:
-    base = common_config({"num_key_value_heads": 32} | raw, where, KEYS)
+    base = common_config(QWEN2_DEFAULTS | raw, where, KEYS)
     return dataclasses.replace(base, qkv_bias=True, attention_bias=False, mlp_bias=False, windows=windows(raw, where))
 
 
 def read_qwen3(raw: dict[str, Any], where: str) -> DecoderConfig:
-    base = common_config({"num_key_value_heads": 32, "head_dim": 128} | raw, where, KEYS)
+    base = common_config(QWEN3_DEFAULTS | raw, where, KEYS)
     return dataclasses.replace(base, qk_norm=True, mlp_bias=False, windows=windows(raw, where))
 
 

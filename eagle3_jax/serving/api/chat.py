@@ -7,6 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from eagle3_jax.data.template import prompt_ids
+from eagle3_jax.errors import UserError
 from eagle3_jax.serving.api.answer import Answer, AnswerToken, Piece
 from eagle3_jax.serving.api.errors import ApiError
 from eagle3_jax.serving.api.fields import ChatBody, TokenizeBody, parse
@@ -42,14 +43,17 @@ def _exchange(service: Service, raw: bytes) -> Exchange:
 
 
 def chat_prompt(service: Service, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> list[int]:
-    """The ids of a chat, exactly as training sees them. Raises ApiError or UserError if it cannot be rendered."""
+    """The ids of a chat, exactly as training sees them. Raises ApiError if it cannot be rendered."""
     service.check_length(sum(map(_characters, (body.messages, tools, body.chat_template_kwargs))), "messages")
     template = str(service.tokenizer.chat_template or "")
     rendered = template_messages(body.messages, knows_developer="developer" in template)
     own = template_variables(body.chat_template_kwargs or {}, template, service.tokenizer)
 
     def ids(tools: list[dict[str, Any]] | None) -> list[int]:
-        return prompt_ids(service.tokenizer, rendered, "messages", tools, {**service.template, **own})
+        try:
+            return prompt_ids(service.tokenizer, rendered, "messages", tools, {**service.template, **own})
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from error
 
     prompt = ids(tools)
     if tools and prompt == ids(None):

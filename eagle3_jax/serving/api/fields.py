@@ -62,7 +62,7 @@ class Sampled(Strict):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=_LARGEST)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: dict[str, Any] | None = None
     eagle3: Eagle3Options | None = None

@@ -52,14 +52,14 @@ class Traced:
 
 
 class ApiKey:
-    """Asks for `Authorization: Bearer KEY`. The comparison takes as long whatever is right in it."""
+    """Asks for `Authorization: Bearer KEY`. The comparison takes as long whatever of the key is right."""
 
     def __init__(self, app: ASGIApp, key: str):
-        self._app, self._expected = app, f"Bearer {key}".encode()
+        self._app, self._key = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(given, self._expected):
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        if not hmac.compare_digest(given.strip(), self._key) or scheme.lower() != b"bearer":
             challenge = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
         await self._app(scope, receive, send)

@@ -53,12 +53,15 @@ async function refusal(response) {
   return new Trouble("refused", `The server answered ${response.status}${said ? `: ${said}` : ""}`);
 }
 
-// "ready", "warming" (any other answer) or "gone".
+// {state, reason}: "ready", "gone", or what the server says of itself: "warming", "draining", "stopped" or "dead".
 export async function health() {
   try {
-    return (await fetch("health", { cache: "no-store" })).ok ? "ready" : "warming";
+    const response = await fetch("health", { cache: "no-store" });
+    if (response.ok) return { state: "ready" };
+    const said = await response.json().catch(() => ({})); // something before the server may answer in its place
+    return { state: said.status ?? "warming", reason: said.error };
   } catch {
-    return "gone";
+    return { state: "gone" };
   }
 }
 

@@ -23,7 +23,7 @@ export async function chat(prompt, request, signal) {
   message.scrollIntoView({ block: "nearest" });
   element("live-steps").replaceChildren();
 
-  const run = new Run(performance.now());
+  const run = new Run();
   const body = request([...history, { role: "user", content: prompt }]);
   let said = "";
   let note = "";
@@ -43,7 +43,10 @@ export async function chat(prompt, request, signal) {
     if (error.name !== "AbortError") note = "broken off";
     else note = "stopped";
     say(note);
-    if (!said) [asked, message].forEach((node) => node.remove());
+    if (!said) {
+      [asked, message].forEach((node) => node.remove());
+      element("prompt").value ||= prompt;
+    }
     if (note === "broken off") throw error;
   } finally {
     text.classList.remove("busy");

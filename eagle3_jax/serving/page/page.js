@@ -6,13 +6,16 @@ import { emptyRace, race } from "./race.js";
 import { element, say, showLive, showTrouble, starters } from "./view.js";
 
 const NOTES = {
-  auto: "The server chooses.",
+  auto: "The server chooses, step by step, what is fastest.",
   plain: "One token a step; nothing is guessed.",
-  chain: "One line of guesses.",
-  tree: "Several branches of guesses; the best line that holds is kept.",
+  chain: "One line of guesses a step, as many as the depth: chain:3 has three.",
+  tree: "Several branches of guesses a step, of which the best that holds is kept: tree:3x4x12 is depth 3, 4 branches, 12 tokens checked.",
 };
 let served = null; // {id, strategies} of the model
 let running = null; // the AbortController of what runs now
+let looking = 0; // the timer of the next look at the server
+let offered = ""; // the strategies that the fields were set from
+let awaited = ""; // the strategy that the empty race names
 
 const number = (id) => element(id).valueAsNumber;
 const kind = () => document.querySelector("[name=kind]:checked").value;
@@ -22,6 +25,8 @@ function strategy() {
   if (kind() === "tree") return `tree:${["tree-depth", "tree-top", "tree-nodes"].map(number).join("x")}`;
   return kind();
 }
+
+const hasDraft = () => served?.strategies?.join() !== "plain";
 
 // Plain against plain would be no race.
 const rival = () => (kind() === "plain" ? `chain:${number("chain-depth")}` : strategy());
@@ -80,7 +85,8 @@ async function go(prompt) {
 function busy(yes) {
   element("send").hidden = yes;
   element("stop").hidden = !yes;
-  for (const id of ["tab-chat", "tab-race", "clear"]) element(id).disabled = yes;
+  for (const id of ["tab-chat", "clear"]) element(id).disabled = yes;
+  element("tab-race").disabled = yes || !hasDraft();
   element("empty").hidden = yes || element("log").childElementCount > 0;
   element("race-starters").hidden = yes;
 }
@@ -103,10 +109,12 @@ function select(tab) {
 
 // The fields start at something the server has compiled. Without a draft it can only decode plainly.
 function offer(strategies) {
-  if (!strategies) return;
+  if (!strategies || strategies.join() === offered) return;
+  offered = strategies.join();
+  element("tab-race").disabled = Boolean(running) || !hasDraft();
   for (const name of ["chain", "tree"]) {
     const shapes = strategies.filter((strategy) => strategy.startsWith(`${name}:`));
-    document.querySelector(`[name=kind][value=${name}]`).disabled = strategies.join() === "plain";
+    document.querySelector(`[name=kind][value=${name}]`).disabled = !hasDraft();
     if (!shapes.length) continue;
     const fields = { chain: ["chain-depth"], tree: ["tree-depth", "tree-top", "tree-nodes"] }[name];
     const current = `${name}:${fields.map(number).join("x")}`;
@@ -118,7 +126,7 @@ function offer(strategies) {
 
 function note() {
   const shapes = served?.strategies?.filter((strategy) => strategy.startsWith(`${kind()}:`)) ?? [];
-  if (served?.strategies?.join() === "plain") return "This server has no draft: it decodes plainly.";
+  if (!hasDraft()) return "This server has no draft, so nothing is guessed: one token a step.";
   if (shapes.length) return `${NOTES[kind()]} This server has ${shapes.join(", ")} ready; the first use of another takes longer.`;
   return served && kind() === "tree" ? `${NOTES[kind()]} The first use takes longer.` : NOTES[kind()];
 }
@@ -127,25 +135,34 @@ function shape() {
   element("kind-note").textContent = note();
   element("chain-shape").hidden = kind() !== "chain";
   element("tree-shape").hidden = kind() !== "tree";
-  if (!running) emptyRace(rival());
+  if (!running && rival() !== awaited) emptyRace((awaited = rival()));
 }
+
+const STATES = {
+  warming: "the server is starting: it compiles its programs",
+  draining: "the server is shutting down",
+  stopped: "the server is shutting down",
+  dead: "the server has failed",
+  gone: "the server does not answer",
+};
 
 // Shows whether the server is there, again every few seconds until it is ready.
 async function watch() {
-  const state = await health();
+  const { state, reason } = await health();
+  clearTimeout(looking); // of an earlier call: one look is enough
   element("dot").className = `dot ${state}`;
-  if (state === "ready") {
-    try {
-      served = await model();
-      element("model").textContent = served.id;
-      offer(served.strategies);
-    } catch (error) {
-      element("model").textContent = error.message;
-    }
+  if (state !== "ready") {
+    element("model").textContent = [STATES[state] ?? state, reason].filter(Boolean).join(": ");
+    looking = setTimeout(watch, 3000);
     return;
   }
-  element("model").textContent = state === "gone" ? "the server does not answer" : "the server is warming up";
-  setTimeout(watch, 3000);
+  try {
+    served = await model();
+    element("model").textContent = served.id;
+    offer(served.strategies);
+  } catch (error) {
+    element("model").textContent = error.message;
+  }
 }
 
 element("composer").addEventListener("submit", (event) => {
@@ -164,7 +181,7 @@ element("tabs").addEventListener("click", (event) => event.target.id && select(e
 element("tabs").addEventListener("keydown", (event) => {
   if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
   const other = racing() ? "tab-chat" : "tab-race";
-  if (running) return;
+  if (running || element(other).disabled) return;
   select(other);
   element(other).focus();
 });

@@ -41,7 +41,7 @@ class Lane {
 
 // Streams one answer into a lane. started: called at the first text, when the clock starts.
 async function drive(lane, body, signal, started) {
-  const run = new Run(performance.now());
+  const run = new Run();
   const ticking = setInterval(() => {
     if (run.first !== null) lane.clock.textContent = `${((performance.now() - run.first) / 1000).toFixed(1)} s`;
   }, 100);
@@ -64,29 +64,35 @@ async function drive(lane, body, signal, started) {
   return { run, said };
 }
 
-// Plays a finished run again; resolves at its end, or when the signal is aborted.
-function replay(lane, run, signal) {
-  return new Promise((resolve) => {
-    const begun = performance.now();
-    let next = 0;
-    const ticking = setInterval(() => {
-      const now = performance.now() - begun;
-      while (next < run.pieces.length && (run.pieces[next].at <= now || signal.aborted)) lane.draw(run.pieces[next++]);
-      lane.clock.textContent = `${(now / 1000).toFixed(1)} s`;
-      if (next < run.pieces.length) return;
-      clearInterval(ticking);
-      lane.finish(run);
-      resolve();
-    }, 30);
-  });
+// Plays a finished run again. ended: resolves at its end; stop: shows at once what is left of it.
+function replay(lane, run) {
+  const begun = performance.now();
+  let next = 0;
+  let end;
+  const ended = new Promise((resolve) => (end = resolve));
+  const show = (until) => {
+    while (next < run.pieces.length && run.pieces[next].at <= until) lane.draw(run.pieces[next++]);
+    if (next < run.pieces.length) return;
+    clearInterval(ticking);
+    lane.finish(run);
+    end();
+  };
+  const ticking = setInterval(() => {
+    const now = performance.now() - begun;
+    lane.clock.textContent = `${(now / 1000).toFixed(1)} s`;
+    show(now);
+  }, 30);
+  return { ended, stop: () => show(Infinity) };
 }
 
-function verdict(plain, spec) {
-  const ratio = plain.run.seconds / spec.run.seconds;
-  const same = plain.said === spec.said ? "the same text" : "texts differ: rounding decided a near tie, or the draft was sampled";
+// ratio: of tokens a second, since texts that differ may differ in length.
+function verdict(ratio, plain, spec) {
+  const same = plain.said === spec.said
+    ? "the same text"
+    : "the texts differ: where two tokens are nearly as likely, rounding decides";
   if (!Number.isFinite(ratio) || ratio <= 0) return `Too short to compare; ${same}.`;
-  const outcome = ratio >= 1 ? `${ratio.toFixed(2)} times as fast` : `slower: ${ratio.toFixed(2)} times the speed`;
-  return `Speculation was ${outcome}; ${same}.`;
+  if (ratio >= 1) return `Speculation was ${ratio.toFixed(2)} times as fast; ${same}.`;
+  return `Speculation was slower, at ${ratio.toFixed(2)} times the speed of plain decoding; ${same}.`;
 }
 
 export function emptyRace(strategy) {
@@ -101,25 +107,31 @@ export async function race(prompt, request, strategy, signal) {
   element("verdict").textContent = "";
   const seed = Math.floor(Math.random() * 2 ** 31); // one for both: they then draw the same tokens
   const body = (name) => ({ ...request([{ role: "user", content: prompt }], name), seed });
+  let playing = null;
+  let begun = false;
   try {
     left.clear("runs alone");
     right.phase.textContent = "waits for plain to finish";
     const plain = await drive(left, body("plain"), signal, () => {});
     right.clear("runs alone");
-    let playing;
+    begun = true;
     const spec = await drive(right, body(strategy), signal, () => {
       left.clear("played again");
-      playing = replay(left, plain.run, signal);
+      playing = replay(left, plain.run);
+      signal.addEventListener("abort", playing.stop);
     });
-    await playing;
-    const text = verdict(plain, spec);
-    element(plain.run.seconds > spec.run.seconds ? "lane-spec" : "lane-plain").classList.add("winner");
-    element("verdict").textContent = text;
+    await playing?.ended;
+    const ratio = spec.run.pace / plain.run.pace;
+    element(ratio > 1 ? "lane-spec" : "lane-plain").classList.add("winner");
+    element("verdict").textContent = verdict(ratio, plain, spec);
     element("verdict").scrollIntoView({ block: "nearest" });
   } catch (error) {
     if (error.name !== "AbortError") throw error;
     element("verdict").textContent = "Stopped.";
+    element("prompt").value ||= prompt;
   } finally {
+    playing?.stop();
+    if (!begun) right.phase.textContent = "not run";
     [left, right].forEach((lane) => lane.text.classList.remove("busy"));
   }
 }

@@ -3,8 +3,7 @@
 export const depthOf = (strategy) => (strategy?.includes(":") ? parseInt(strategy.split(":")[1], 10) : 0);
 
 export class Run {
-  constructor(now) {
-    this.begun = now;
+  constructor() {
     this.first = null; // when the first text came, and the last; in ms
     this.last = null;
     this.tokens = 0;
@@ -35,11 +34,14 @@ export class Run {
     if (event.stats) this.stats = event.stats;
   }
 
-  // Tokens a second after the first text; null before there is a second text.
+  // Tokens a second after the first text: by the server's clock, once it has told.
   get speed() {
-    if (this.stats?.tok_s) return this.stats.tok_s;
-    const seconds = (this.last - this.first) / 1000;
-    return seconds > 0 ? (this.tokens - this.firstTokens) / seconds : null;
+    return this.stats?.tok_s ?? this.pace;
+  }
+
+  // The same by this page's clock; null before there is a second text.
+  get pace() {
+    return this.seconds > 0 ? (this.tokens - this.firstTokens) / this.seconds : null;
   }
 
   // Tokens committed a step: 1 + accepted / rounds.

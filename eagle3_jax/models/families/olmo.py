@@ -1,4 +1,7 @@
-"""OLMo 2: norms after attention and MLP in place of those before, and norms over the whole query and key vectors."""
+"""OLMo 2: norms after attention and MLP in place of those before, and norms over the whole query and key vectors.
+
+OLMo 3 has windows besides, in three of four layers, and there a rotation that is not scaled.
+"""
 
 import dataclasses
 from typing import Any
@@ -6,11 +9,15 @@ from typing import Any
 from flax import nnx
 
 from eagle3_jax.models.blocks import MLP, Attention, RMSNorm, block_norm
-from eagle3_jax.models.config import DecoderConfig, common_config
+from eagle3_jax.models.config import FULL, DecoderConfig, common_config, kinds_by_period, ropes_by_kind, windows_of
 from eagle3_jax.models.family import Family
 
+DEFAULTS = {"rms_norm_eps": 1e-5}
+OLMO3_DEFAULTS = DEFAULTS | {"sliding_window": 4096}
+OLMO3_THETA = 500000.0
 
-class Olmo2Attention(Attention):
+
+class WholeNormAttention(Attention):
     """Queries and keys are normed before they are cut into heads."""
 
     def __init__(self, config: DecoderConfig):
@@ -27,7 +34,7 @@ class PostNormBlock(nnx.Module):
     """x + norm(Attention(x)), then x + norm(MLP(x))."""
 
     def __init__(self, config: DecoderConfig):
-        self.self_attn = Olmo2Attention(config)
+        self.self_attn = WholeNormAttention(config)
         self.post_attention_layernorm = block_norm(config)
         self.mlp = MLP(config)
         self.post_feedforward_layernorm = block_norm(config)
@@ -38,13 +45,22 @@ class PostNormBlock(nnx.Module):
         return x + self.post_feedforward_layernorm(self.mlp(x)), cache
 
 
-def read(raw: dict[str, Any], where: str) -> DecoderConfig:
-    base = common_config({"rms_norm_eps": 1e-5} | raw, where)
+def read_olmo2(raw: dict[str, Any], where: str) -> DecoderConfig:
+    base = common_config(DEFAULTS | raw, where)
     return dataclasses.replace(base, qk_norm=True, mlp_bias=False)
+
+
+def read_olmo3(raw: dict[str, Any], where: str) -> DecoderConfig:
+    raw = OLMO3_DEFAULTS | raw
+    base = common_config(raw, where, layer_type=FULL, default_theta=OLMO3_THETA)
+    windows = windows_of(raw, where, raw.get("layer_types") or kinds_by_period(raw, 4), raw["sliding_window"])
+    ropes = ropes_by_kind(raw, where, base.rope, windows, raw.get("rope_theta") or OLMO3_THETA)
+    return dataclasses.replace(base, qk_norm=True, mlp_bias=False, windows=windows, layer_ropes=ropes)
 
 
 def block(config: DecoderConfig, layer: int) -> PostNormBlock:
     return PostNormBlock(config)
 
 
-FAMILY = Family("Olmo2ForCausalLM", read, block)
+OLMO2 = Family("Olmo2ForCausalLM", read_olmo2, block)
+OLMO3 = Family("Olmo3ForCausalLM", read_olmo3, block)
