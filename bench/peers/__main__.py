@@ -31,7 +31,7 @@ from eagle3_jax.machine import describe_machine  # noqa: E402
 
 # The fastest of each on a CPU without bf16 instructions (docs/performance.md).
 OPTIONS = {
-    "ours": {"dtype": "float32", "row": "1024"},
+    "ours": {"dtype": "float32", "row": "512"},
     "speculators": {"dtype": "float32", "attention": "sdpa", "row": "2048"},
     "specjax": {"dtype": "float32"},
 }
