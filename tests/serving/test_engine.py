@@ -333,7 +333,7 @@ def test_a_grammar_that_fails_fails_alone(engine, alone, fails) -> None:
 
 
 def test_poison_stays_in_its_slot(engine, alone) -> None:
-    for turn in range(3):
+    for turn in range(2):
         poisoned = asked(f"poison {turn}", [POISON, *PROMPTS[4]])
         bad, *good = run(engine, poisoned, *(asked(f"{turn} {i}", PROMPTS[i]) for i in range(6)))
         assert bad[-1].finish_reason == "error" and "not finite" in bad[-1].error and not tokens(bad)
