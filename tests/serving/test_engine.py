@@ -431,7 +431,7 @@ def test_a_callers_loop_that_is_gone_harms_nobody(engine, alone) -> None:
         ),
         (asked("h", [3], strategy="tree:1x50x3"), "50 tokens wide"),
         (asked("f", [3], strategy="tree:1"), "not known"),
-        (asked("g", [3], logprobs=21), "at most 20"),
+        (asked("g", [3], logprobs=21), "logprobs is 21 / of at most 20"),
     ],
 )
 def test_what_can_never_be_served_is_refused_with_the_numbers(engine, request_, said) -> None:
