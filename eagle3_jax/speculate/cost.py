@@ -32,7 +32,9 @@ from eagle3_jax.speculate.round import Models, State, Weights, speculate
 from eagle3_jax.speculate.strategy import PLAIN, Strategy
 
 Costs = dict[Strategy, float]
-_TURNS, _FEWEST_TURNS, _SECONDS, _ROUNDS = 10, 3, 8.0, 2
+_TURNS, _FEWEST_TURNS, _SECONDS = 40, 3, 60.0
+_SAME, _SETTLED = 0.99, 5  # so many turns in which none was quicker than before, by more than that
+_ROUNDS = 2
 _NEAR = 4  # times as long or short as the length of the caches for which costs are wanted
 _log = logging.getLogger(__name__)
 
@@ -62,12 +64,12 @@ def known_costs(
 def time_each[Case: Hashable](
     run: Callable[[Case], None], cases: Sequence[Case], prepare: Callable[[], None] = lambda: None
 ) -> dict[Case, float]:
-    """The fewest seconds of run(case), cases taking turns, so that what else the machine does counts little. A first
-    turn, which compiles, is not counted, nor is `prepare` before each run. Slow cases have fewer turns."""
-    seconds, begun = dict.fromkeys(cases, math.inf), math.inf
+    """The fewest seconds of run(case), cases taking turns, until they are settled: where other programs take the
+    machine for seconds, every case needs a quiet moment, or their ratios are wrong by a third. A first turn, which
+    compiles, is not counted, nor is `prepare` before each run."""
+    seconds, begun, settled = dict.fromkeys(cases, math.inf), math.inf, 0
     for turn in range(1 + _TURNS):
-        if turn > _FEWEST_TURNS and time.perf_counter() - begun > _SECONDS:
-            break
+        before = dict(seconds)
         for case in cases:
             prepare()
             begin = time.perf_counter()
@@ -75,6 +77,9 @@ def time_each[Case: Hashable](
             if turn:
                 seconds[case] = min(seconds[case], time.perf_counter() - begin)
         begun = min(begun, time.perf_counter())
+        settled = settled + 1 if turn and all(seconds[case] > _SAME * before[case] for case in cases) else 0
+        if settled >= _SETTLED or (turn >= _FEWEST_TURNS and time.perf_counter() - begun > _SECONDS):
+            break
     return seconds
 
 

@@ -103,7 +103,7 @@ def clock(monkeypatch) -> list[float]:
     return now
 
 
-def test_cases_take_turns_and_the_quickest_turn_but_the_first_counts(clock) -> None:
+def test_cases_take_turns_until_none_gets_quicker_and_the_quickest_turn_but_the_first_counts(clock) -> None:
     turns, prepared, spans = [], [], iter([0.01, 0.02, *[0.3, 0.5] * 4, 0.25, 0.45, *[0.3, 0.5] * 5])
 
     def run(case: str) -> None:
@@ -123,6 +123,18 @@ def test_slow_cases_have_fewer_turns(clock) -> None:
 
     def run(case: str) -> None:
         turns.append(case)
-        clock[0] += 60.0 if len(turns) == 1 else 5.0
+        clock[0] += 60.0 if len(turns) == 1 else 30.0
 
-    assert cost.time_each(run, ["a"]) == {"a": 5.0} and len(turns) == 4
+    assert cost.time_each(run, ["a"]) == {"a": 30.0} and len(turns) == 4
+
+
+def test_every_case_has_its_quiet_moment(clock) -> None:
+    """Another program halves the speed; a quiet moment comes to the cases at different turns."""
+    turns = []
+
+    def run(case: str) -> None:
+        turns.append(case)
+        quiet = len(turns) in (11, 22)
+        clock[0] += {"a": 0.2, "b": 0.3}[case] * (1 if quiet else 2)
+
+    assert cost.time_each(run, ["a", "b"]) == pytest.approx({"a": 0.2, "b": 0.3})
