@@ -58,6 +58,7 @@ EXTENDED = (
     "tests/bench/test_gpu.py::test_rows_say_what_was_measured",
     "tests/bench/test_measure.py::test_nothing_is_compiled_while_it_is_timed",
     "tests/bench/test_measure.py::test_in_bfloat16_texts_part_only_at_near_ties",
+    "tests/cli/test_bench.py::test_rows_have_the_documented_keys_and_count_full_batches[tree:2x2x4]",
     "tests/cli/test_data.py::test_killed_in_the_middle_the_same_rows_come_out",
     "tests/data/test_answers.py::test_rows_are_what_generate_gives_alone[sampled]",
     "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[arange subtracted twice]",

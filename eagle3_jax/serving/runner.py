@@ -225,8 +225,9 @@ def _empty(models: Models, weights: Weights, target: Target, draft: Draft | None
         state = models.placement.made(lambda: _nothing(models, weights, target, draft, slots, entries))
         sampling = device_sampling(target, [[0]] * slots, [SamplingParams(seed=0)] * slots, complete=True)
     except jax.errors.JaxRuntimeError as error:
+        why = str(error).splitlines()[0]
         raise UserError(
-            f"no memory for {slots} slots of {entries} tokens / {str(error).splitlines()[0]} / lower one of them"
+            f"no memory for {slots} slots of {entries} tokens / {why} / lower --slots or --max-len"
         ) from error
     return state._replace(sampling=models.placement.everywhere(sampling))
 

@@ -113,7 +113,8 @@ def warped(logits: Float[Array, "B V"], random: Random) -> Float[Array, "B V"]:
     The likeliest token always stays, and so does what equals the last token kept; top_p 1 cuts nothing. Greedy requests
     keep their largest logits alone.
     """
-    scaled = logits / random.draft_temperature[:, None]
+    # A large bias over a small temperature is infinite, of which a softmax would make NaN.
+    scaled = jnp.minimum(logits / random.draft_temperature[:, None], jnp.finfo(logits.dtype).max)
     largest = jnp.max(scaled, axis=-1, keepdims=True)
     least = jnp.where(random.is_random[:, None], -jnp.inf, largest)
     if random.min_p is not None:

@@ -25,6 +25,7 @@ def config(tmp_path_factory) -> Config:
             "data": {"train": str(folder / "rows.jsonl"), "heldout": str(folder / "rows.jsonl"), "length": 32},
             "draft": {"taps": [0, 1, 2], "vocab_size": 16},
             "training": {"epochs": 1, "ttt_steps": 1, "batch_rows": 2, "evaluate_steps": 1, "compute_dtype": "float32"},
+            "evaluation": {"count": 0},
         }
     )
 

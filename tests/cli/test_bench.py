@@ -28,15 +28,16 @@ def bench(eagle3, target, files, json_file, *options):
     return result, json.loads(json_file.read_text())
 
 
-def test_rows_have_the_documented_keys_and_count_full_batches(eagle3, target, files, tmp_path):
-    options = ("--strategies", "tree:2x2x4,plain", "--batch", "1,2")
+@pytest.mark.parametrize("strategy", ["chain:2", "tree:2x2x4"])
+def test_rows_have_the_documented_keys_and_count_full_batches(eagle3, target, files, tmp_path, strategy: str):
+    options = ("--strategies", f"{strategy},plain", "--batch", "1,2,1")
     result, content = bench(eagle3, target, files, tmp_path / "b.json", *options)
     assert [line for line in result.err.splitlines() if "left out" in line] == [
         "batch 2: the last 1 of 3 prompts are left out, they fill no batch"
     ]
     assert set(content) == {"rows", "machine", "versions"}
     assert [(r["strategy"], r["batch"]) for r in content["rows"]] == [
-        *(("tree:2x2x4", 1), ("plain", 1), ("tree:2x2x4", 2), ("plain", 2))
+        *((strategy, 1), ("plain", 1), (strategy, 2), ("plain", 2))
     ]
     keys = "strategy batch tok_s ms_per_token tau acceptance_by_depth speedup_vs_plain identical_to_plain host_share"
     of_drafts = {"v", "d", "d_floor", "bound", "decode_speedup", "of_bound"}
@@ -55,12 +56,12 @@ def test_rows_have_the_documented_keys_and_count_full_batches(eagle3, target, fi
 
 def test_auto_and_an_oracle(eagle3, target, files, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(controller, "_MENU", ("plain", "chain:1"))
-    options = ("--strategies", "oracle:1,auto", "--plot", tmp_path / "b.svg")
+    monkeypatch.setattr(controller, "_MENU", ("plain", "chain:2"))
+    options = ("--strategies", "oracle:2,auto", "--plot", tmp_path / "b.svg")
     result, content = bench(eagle3, target, files, tmp_path / "b.json", *options)
     assert "auto, batch 1: rounds were" in result.err
     oracle, auto = content["rows"]
-    assert (oracle["strategy"], auto["strategy"]) == ("oracle:1", "auto")
+    assert (oracle["strategy"], auto["strategy"]) == ("oracle:2", "auto")
     assert oracle["identical_to_plain"] == auto["identical_to_plain"] == 1.0
     assert oracle["acceptance_by_depth"][0] >= 0.6  # all but where the answer that it knows has ended
     assert sorted(p.name for p in tmp_path.glob("b.*")) == ["b.json", "b.svg"]
@@ -69,9 +70,9 @@ def test_auto_and_an_oracle(eagle3, target, files, tmp_path, monkeypatch):
 def test_a_damaged_draft_is_told(eagle3, target, files, tmp_path):
     broken = not_a_number(load_draft(files[0]))
     save_draft(broken, tmp_path / "broken")
-    options = ("--prompts", files[1], "--dtype", "float32", "--max-new-tokens", 6, "--strategies", "tree:2x2x4")
+    options = ("--prompts", files[1], "--dtype", "float32", "--max-new-tokens", 6, "--strategies", "chain:2")
     result = eagle3("bench", "--target", target, "--draft", tmp_path / "broken", *options)
-    assert "tree:2x2x4, batch 1: the draft's logits were not finite in 15 of 15 rounds" in result.err
+    assert "chain:2, batch 1: the draft's logits were not finite in 15 of 15 rounds" in result.err
     assert "100%" in result.out
 
 

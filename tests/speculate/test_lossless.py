@@ -210,6 +210,15 @@ def test_sampled_drafts_repeat_with_the_seed_alone_or_in_a_batch(target, drafts,
     assert broken[0].tokens == plain[0].tokens
 
 
+def test_a_bias_that_a_temperature_makes_infinite_is_certain(target, drafts) -> None:
+    certain = dataclasses.replace(SETTINGS[1], temperature=0.5, logit_bias={7: 3e38})
+    for sampled in (False, True):  # as above, so that programs are compiled
+        strategy = "tree:3x3x9" if sampled else "chain:3"
+        settings = {"sampling": [certain, *SETTINGS[1:]], "sample_draft": sampled}
+        answer = e3.generate(target, drafts["fair"], PROMPTS, strategy=strategy, **settings)[0]
+        assert answer.tokens == [7] * NEW
+
+
 # --- where answers end
 
 
