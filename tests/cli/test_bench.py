@@ -29,19 +29,19 @@ def bench(eagle3, target, files, json_file, *options) -> tuple[str, dict]:
 
 
 def test_rows_have_the_documented_keys_and_count_full_batches(eagle3, target, files, tmp_path):
-    options = ("--strategies", "tree:2x2x4,plain", "--batch", "1,2")
+    options = ("--strategies", "chain:1,plain", "--batch", "1,2")
     notes, content = bench(eagle3, target, files, tmp_path / "b.json", *options)
     assert [line for line in notes.splitlines() if "left out" in line] == [
         "batch 2: the last 1 of 3 prompts are left out, they fill no batch"
     ]
     assert set(content) == {"rows", "machine", "versions"}
     assert [(r["strategy"], r["batch"]) for r in content["rows"]] == [
-        *(("tree:2x2x4", 1), ("plain", 1), ("tree:2x2x4", 2), ("plain", 2))
+        *(("chain:1", 1), ("plain", 1), ("chain:1", 2), ("plain", 2))
     ]
     for row in content["rows"]:
         keys = "strategy batch tok_s ms_per_token tau acceptance_by_depth speedup_vs_plain identical_to_plain"
         assert set(row) == set(keys.split()) and row["identical_to_plain"] == 1.0
-        assert len(row["acceptance_by_depth"]) == (2 if row["strategy"] != "plain" else 0)
+        assert len(row["acceptance_by_depth"]) == (1 if row["strategy"] != "plain" else 0)
     assert content["rows"][1]["tau"] == 1.0 and content["rows"][1]["speedup_vs_plain"] == 1.0
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
@@ -62,9 +62,9 @@ def test_auto_and_an_oracle(eagle3, target, files, tmp_path, monkeypatch):
 def test_a_damaged_draft_is_told(eagle3, target, files, tmp_path):
     broken = not_a_number(load_draft(files[0]))
     save_draft(broken, tmp_path / "broken")
-    options = ("--prompts", files[1], "--dtype", "float32", "--max-new-tokens", 6, "--strategies", "tree:2x2x4")
+    options = ("--prompts", files[1], "--dtype", "float32", "--max-new-tokens", 6, "--strategies", "chain:1")
     result = eagle3("bench", "--target", target, "--draft", tmp_path / "broken", *options)
-    assert "tree:2x2x4, batch 1: the draft's logits were not finite in 15 of 15 rounds" in result.err
+    assert "chain:1, batch 1: the draft's logits were not finite in 15 of 15 rounds" in result.err
     assert "100%" in result.out
 
 

@@ -50,6 +50,7 @@ def test_bad_input_is_one_line(world, drafts, run, tmp_path):
         ((*pair, tmp_path / "bad.jsonl"), "unknown shape of row"),
         ((*pair, world.data, "--fix", tmp_path / "draft"), "is the draft itself"),
         ((*pair, world.data, "--tokens", "0"), "--tokens"),
+        ((*pair, world.data, "--mesh", "data=2"), "data is for training"),
     ):
         code, out, err = run(*arguments)
         assert (code, out) == (2, "") and words in err and err.count("\n") == 1
