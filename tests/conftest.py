@@ -78,6 +78,7 @@ EXTENDED = (
         for case in ("deepseek_plain", "llama", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe")
     ),
     "tests/models/test_families.py::test_speculative_text_is_hugging_faces_greedy_text",
+    "tests/models/test_target.py::test_plain_text_is_hugging_faces_greedy_text",
     "tests/models/test_int8.py::test_a_quantised_target_computes_what_its_weights_multiplied_out_do[deepseek_tiny]",
     "tests/models/test_int8.py::test_a_quantised_target_computes_what_its_weights_multiplied_out_do[gpt_oss_tiny]",
     "tests/models/test_int8.py::test_a_quantised_target_computes_what_its_weights_multiplied_out_do[phi3_tiny]",
