@@ -20,6 +20,7 @@ import eagle3_jax as e3  # noqa: E402
 from eagle3_jax.cli.common import open_target  # noqa: E402
 from eagle3_jax.serving.engine import Engine  # noqa: E402
 from eagle3_jax.serving.requests import Request, Settings  # noqa: E402
+from eagle3_jax.speculate.acceptance import tau  # noqa: E402
 
 _QUESTIONS = (
     "Why is the sky blue?",
@@ -65,7 +66,7 @@ async def cell(engine: Engine, asked: list[tuple[int, ...]], strategy: str, new:
     return {
         "tok_s": total / (end - begin),
         "ttft": statistics.mean(first) - begin,
-        "tau": 1 + statistics.mean(accepted),
+        "tau": tau(sum(accepted), len(accepted)),
     }
 
 

@@ -31,16 +31,13 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from eagle3_jax.bench.machine import describe_machine  # noqa: E402
+from eagle3_jax.bench.parts import Drafting, Verifying, draft_step, verify  # noqa: E402
 from eagle3_jax.bench.random_pair import SHAPES, RandomPair, noise, random_pair  # noqa: E402
-from eagle3_jax.draft.network import DraftModel  # noqa: E402
 from eagle3_jax.errors import UserError  # noqa: E402
 from eagle3_jax.files import write_whole  # noqa: E402
-from eagle3_jax.models.attention import KV, cached  # noqa: E402
-from eagle3_jax.models.decoder import CausalLM  # noqa: E402
+from eagle3_jax.machine import describe_machine  # noqa: E402
 from eagle3_jax.speculate.generate import parse_strategy, round_up  # noqa: E402
 from eagle3_jax.speculate.round import Committed, Models, Weights, prefill, speculate  # noqa: E402
-from eagle3_jax.taps import Taps  # noqa: E402
 
 _STEPS, _REPEATS = 16, 3  # calls timed together, and how often
 _COPY_BYTES = 4 * 2**30
@@ -66,23 +63,6 @@ speed-up are of that.  bound: tau / (v + K d), from the rows of verification and
 
 
 Row = dict[str, Any]
-
-
-class Verifying(NamedTuple):
-    """What one call of `verify` hands to the next. length: tokens before the block `ids`."""
-
-    cache: tuple[KV, ...]
-    length: jax.Array
-    ids: jax.Array
-
-
-class Drafting(NamedTuple):
-    """What one call of `draft_step` hands to the next. length: tokens in the draft's cache."""
-
-    cache: tuple[KV, ...]
-    length: jax.Array
-    ids: jax.Array
-    hidden: jax.Array
 
 
 @dataclass(frozen=True)
@@ -124,25 +104,6 @@ class Clock:
     @property
     def left(self) -> float:
         return max(self._allowed - self.spent, 0.0)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def verify(models: Models, weights: Weights, carry: Verifying) -> tuple[Verifying, tuple[jax.Array, Taps]]:
-    """The target's share of a round: its choice after each token of the block, and the taps the draft reads next."""
-    target: CausalLM = models.target.merge(weights.target)
-    positions = carry.length[:, None] + jnp.arange(carry.ids.shape[1])
-    last, taps, cache = target(carry.ids, positions, cached(positions), carry.cache, models.taps)
-    return carry._replace(cache=cache), (jnp.argmax(target.logits(last), axis=-1), taps)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def draft_step(models: Models, weights: Weights, carry: Drafting) -> tuple[Drafting, jax.Array]:
-    """One draft token a sequence from the one before it."""
-    draft: DraftModel = models.draft.merge(weights.draft)
-    positions = carry.length[:, None]
-    y, cache = draft(carry.hidden, carry.ids, positions, cached(positions), carry.cache)
-    ids = weights.d2t[jnp.argmax(draft.logits(y), axis=-1)]
-    return Drafting(cache, carry.length, ids, draft.feedback(y)), ids
 
 
 def cases(pair: RandomPair, batch: int, rows: list[int], depth: int, context: int) -> Iterator[Case]:

@@ -22,10 +22,10 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 import eagle3_jax as e3  # noqa: E402
-from eagle3_jax.bench.machine import describe_machine  # noqa: E402
 from eagle3_jax.cli.common import start_jax  # noqa: E402
 from eagle3_jax.data.records import read_prompts  # noqa: E402
 from eagle3_jax.data.template import prompt_ids  # noqa: E402
+from eagle3_jax.machine import describe_machine  # noqa: E402
 
 COPIES = {  # name: dtype, quantize; the first is what the others are compared with
     "float32": ("float32", None),

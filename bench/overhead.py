@@ -25,8 +25,8 @@ import eagle3_jax as e3  # noqa: E402
 from bench.http_client import Address, request  # noqa: E402
 from bench.server import started  # noqa: E402
 from bench.workload import prompts  # noqa: E402
-from eagle3_jax.bench.machine import describe_machine  # noqa: E402
 from eagle3_jax.data.template import prompt_ids  # noqa: E402
+from eagle3_jax.machine import describe_machine  # noqa: E402
 from eagle3_jax.serving.engine import Engine  # noqa: E402
 from eagle3_jax.serving.requests import Request, Settings  # noqa: E402
 from eagle3_jax.speculate.request import SamplingParams  # noqa: E402

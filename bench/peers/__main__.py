@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # so that a checkout need not be installed
 
 from bench.peers import comparison, environments, inputs  # noqa: E402
 from bench.peers.turns import Trainer  # noqa: E402
-from eagle3_jax.bench.machine import describe_machine  # noqa: E402
+from eagle3_jax.machine import describe_machine  # noqa: E402
 
 # The fastest of each on a CPU without bf16 instructions (docs/performance.md).
 OPTIONS = {

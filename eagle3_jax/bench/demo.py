@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from eagle3_jax.bench.machine import describe_machine
 from eagle3_jax.bench.measure import identical_share, measure, parting_gaps, row
 from eagle3_jax.config import Config
 from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import prompt_ids
 from eagle3_jax.draft.draft import load_draft
+from eagle3_jax.machine import describe_machine
 from eagle3_jax.models.target import Target, load_target
 from eagle3_jax.speculate.generate import generate
 from eagle3_jax.speculate.strategy import parse_strategy

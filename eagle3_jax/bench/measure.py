@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from eagle3_jax.bench.parts import Parts
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.acceptance import acceptance_by_depth, tau
 from eagle3_jax.speculate.generate import Result, cache_entries, generate, padded_length, strategies_of, warm_up
 from eagle3_jax.speculate.request import SamplingParams
-from eagle3_jax.speculate.strategy import parse_strategy
+from eagle3_jax.speculate.strategy import Strategy, parse_strategy
 
 _FORESEEING = 6  # times that an oracle tries its text, at most
 
@@ -37,24 +39,34 @@ class Tally:
         return sum(len(r.tokens) for r in self.results)
 
     @property
+    def accepted(self) -> list[int]:
+        """Draft tokens accepted in each round of each request."""
+        return [accepted for r in self.results for accepted in r.accepted]
+
+    @property
     def tau(self) -> float:
-        accepted = [a for r in self.results for a in r.accepted]
-        return 1.0 + (sum(accepted) / len(accepted) if accepted else 0.0)
+        return tau(sum(self.accepted), len(self.accepted))
 
     @property
     def depth(self) -> int:
         """Of the deepest strategy that ran."""
-        return max((parse_strategy(s).depth for r in self.results for s in set(r.strategies)), default=0)
+        return max((strategy.depth for strategy in self.shares()), default=0)
 
-    def shares(self) -> dict[str, float]:
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens a second of one request while it has rounds: without prefill and its token."""
+        return sum(len(r.tokens) - 1 for r in self.results) / sum(r.seconds for r in self.results)
+
+    @property
+    def host_share(self) -> float:
+        """Of the time of all rounds, the share in which the host did not just wait for a compiled one."""
+        waited, seconds = (sum(getattr(r, name) for r in self.results) for name in ("waited", "seconds"))
+        return 1 - waited / seconds if self.accepted else 0.0
+
+    def shares(self) -> dict[Strategy, float]:
         """Of all rounds, how many were of which strategy."""
         counts = Counter(s for r in self.results for s in r.strategies)
-        return {strategy: count / counts.total() for strategy, count in counts.most_common()}
-
-    def acceptance_by_depth(self, depth: int) -> list[float]:
-        """Share of rounds that accepted at least d draft tokens, d = 1..depth."""
-        accepted = [a for r in self.results for a in r.accepted]
-        return [round(sum(a >= d for a in accepted) / max(len(accepted), 1), 4) for d in range(1, depth + 1)]
+        return {parse_strategy(strategy): count / counts.total() for strategy, count in counts.most_common()}
 
 
 def measure(
@@ -119,18 +131,34 @@ def _shape(target: Target, draft: Draft, group: list[list[int]], name: str, max_
     return padded_length(max(map(len, group))), entries
 
 
-def row(strategy: str, batch: int, tally: Tally, plain: Tally) -> dict:
-    """One row of `eagle3 bench` (api.md)."""
-    return {
+def row(strategy: str, batch: int, tally: Tally, plain: Tally, parts: Parts | None = None) -> dict:
+    """One row of `eagle3 bench` (api.md).
+
+    host_share: see `Tally`. With parts, of strategies that draft: v and d (see `bench.parts`; where all rounds were
+    alike) and the least d that its bytes allow, the bound on the speed-up of decoding that follows, that speed-up
+    (prefill left out), and what share of the bound it is.
+    """
+    cells = {
         "strategy": strategy,
         "batch": batch,
         "tok_s": round(tally.tokens / tally.seconds, 2),
         "ms_per_token": round(1000 * tally.seconds / tally.tokens, 2),
         "tau": round(tally.tau, 4),
-        "acceptance_by_depth": tally.acceptance_by_depth(tally.depth),
+        "acceptance_by_depth": acceptance_by_depth(tally.accepted, tally.depth),
         "speedup_vs_plain": round((tally.tokens / tally.seconds) / (plain.tokens / plain.seconds), 4),
         "identical_to_plain": identical_share(tally, plain),
+        "host_share": round(tally.host_share, 4),
     }
+    if parts is None or not tally.depth:
+        return cells
+    shares = tally.shares()
+    if len(shares) == 1:
+        v, d = parts.verification[next(iter(shares))], parts.step[next(iter(shares))]
+        cells |= {"v": round(v, 4), "d": round(d, 4), "d_floor": round(parts.step_floor, 4)}
+    bound = parts.bound(shares, tally.tau)
+    speedup = tally.decode_tok_s / plain.decode_tok_s
+    cells |= {"bound": round(bound, 4), "decode_speedup": round(speedup, 4)}
+    return cells | {"of_bound": round(speedup / bound, 4)}
 
 
 def identical_share(tally: Tally, plain: Tally) -> float:

@@ -96,7 +96,7 @@ class Engine:
             )
         most = min(MOST_LIKELIEST, self._target.config.vocab_size)
         if request.logprobs is not None and not 0 <= request.logprobs <= most:
-            raise UserError(f"log probabilities of the {request.logprobs} likeliest tokens / at most {most} are given")
+            raise UserError(f"logprobs is {request.logprobs} / of at most {most} likeliest tokens, or 0")
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """The Deltas of a request, the last one with a finish_reason. Leaving early cancels the request.

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from eagle3_jax.serving.metrics import Metrics
 from eagle3_jax.serving.requests import Delta, Request
+from eagle3_jax.speculate.acceptance import tau
 
 _log = logging.getLogger("eagle3_jax.serving")
 
@@ -61,7 +62,7 @@ class _Progress:
             "ms": round(1000 * (now - self.arrived), 1),
             "first_token_ms": None if self.first is None else round(1000 * (self.first - self.arrived), 1),
             "strategy": self.strategy,
-            "tau": round(1 + self.accepted / self.rounds, 3) if self.rounds else None,
+            "tau": round(tau(self.accepted, self.rounds), 3) if self.rounds else None,
             "error": self.error,
         }
 

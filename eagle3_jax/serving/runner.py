@@ -31,7 +31,17 @@ from eagle3_jax.speculate.cost import cost_key, known_costs, time_each
 from eagle3_jax.speculate.drafting import DraftState, extend, fast_rows
 from eagle3_jax.speculate.generate import pair
 from eagle3_jax.speculate.request import SamplingParams, device_sampling
-from eagle3_jax.speculate.round import UNREAD, Models, State, Verified, Weights, commit, read_unread, verify
+from eagle3_jax.speculate.round import (
+    UNREAD,
+    Models,
+    State,
+    Verified,
+    Weights,
+    commit,
+    must_catch_up,
+    read_unread,
+    verify,
+)
 from eagle3_jax.speculate.sampling import choose, observe
 from eagle3_jax.speculate.scores import Scores, scores, sound
 from eagle3_jax.speculate.strategy import Strategy
@@ -61,8 +71,9 @@ class Outcome(NamedTuple):
 class Runner:
     """The caches of `slots` rows for texts of max_len tokens, and the programs over them.
 
-    strategies: those that `warm_up` compiles; rounds of others compile when they first run. costs: seconds a round of
-    each, for each number of requests that rounds are compiled for; known after `warm_up` where there is a choice.
+    strategies: those that `warm_up` compiles; rounds of others compile when they first run. costs: of a round of each,
+    in plain ones, for each number of requests that rounds are compiled for; known after `warm_up` where there is a
+    choice.
     """
 
     def __init__(
@@ -103,8 +114,8 @@ class Runner:
                 self.costs[size] = self._measure(size)
 
     def _measure(self, size: int) -> dict[Strategy, float]:
-        """Seconds a greedy round of each strategy for `size` requests, the draft having read all that came before: what
-        it reads after plain rounds is not a cost of every round that drafts."""
+        """What a greedy round of each strategy costs for `size` requests, the draft having read all that came before:
+        what it reads after plain rounds is not a cost of every round that drafts."""
         nowhere = [self._slots] * size
 
         def run(strategy: Strategy) -> None:
@@ -114,8 +125,9 @@ class Runner:
             self._catch_up(np.asarray(nowhere, np.int32))
             jax.block_until_ready(self._state.length)
 
-        key = cost_key(self._target, self._draft, size, self.entries, ["slots", str(self._slots)])
-        return known_costs(key, self._known, lambda: time_each(run, self._known, prepare))
+        # All programs are compiled here anyway, so that costs need not be those of caches of another length.
+        key = cost_key(self._target, self._draft, size, ["slots", str(self._slots), "entries", str(self.entries)])
+        return known_costs(key, self.entries, self._known, lambda shapes: time_each(run, shapes, prepare))
 
     @property
     def intact(self) -> bool:
@@ -181,8 +193,7 @@ class Runner:
         rows, wanted = np.full(size, self._slots, np.int32), np.zeros(size, bool)
         rows[places], wanted[places] = slots, scored
         if self.models.draft is not None:
-            unread = self._unread[slots].max()
-            if unread == UNREAD or (strategy.depth and unread):
+            if must_catch_up(strategy, int(self._unread[slots].max())):
                 self._catch_up(rows)
             self._unread[slots] += not strategy.depth
         self._state, verified = _verify(self.models, strategy, self.weights, self._state, rows)
@@ -214,8 +225,9 @@ def _empty(models: Models, weights: Weights, target: Target, draft: Draft | None
         state = models.placement.made(lambda: _nothing(models, weights, target, draft, slots, entries))
         sampling = device_sampling(target, [[0]] * slots, [SamplingParams(seed=0)] * slots, complete=True)
     except jax.errors.JaxRuntimeError as error:
+        why = str(error).splitlines()[0]
         raise UserError(
-            f"no memory for {slots} slots of {entries} tokens / {str(error).splitlines()[0]} / lower one of them"
+            f"no memory for {slots} slots of {entries} tokens / {why} / lower --slots or --max-len"
         ) from error
     return state._replace(sampling=models.placement.everywhere(sampling))
 

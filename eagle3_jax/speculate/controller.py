@@ -8,7 +8,9 @@
 A round has one strategy for all its requests, and their acceptance is counted together.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 from eagle3_jax.draft.draft import Draft
@@ -22,6 +24,7 @@ _PROBES = 0.005  # share of the time that probes may cost
 _MEMORY = 0.98  # weight of a count after one more: the last fifty decide
 _GUESS = 0.3  # acceptance before anything is known
 _PULL, _TRAINED = 2.0, 2.0  # counts that guesses and what training measured stand for
+_STEP = 5  # percent of acceptance between those at which strategies are compared
 _SEVERAL = 1.5  # a level of a tree is wrong as often as a chain's would be to this power
 
 
@@ -40,22 +43,38 @@ def trained_acceptance(draft: Draft) -> Rates | None:
 
 def expected_tokens(depth: int, rates: Rates) -> float:
     """Tokens that a round of `depth` levels commits on average."""
-    return 1.0 + sum(math.prod(rates[:d]) for d in range(1, depth + 1))
+    return 1.0 + sum(itertools.accumulate(rates[:depth], operator.mul))
 
 
 def choose(costs: Mapping[Strategy, float], acceptance: Mapping[Strategy, Rates]) -> Strategy:
     """The strategy of the most tokens a second; plain if the best other one promises less than 2 % more.
 
-    costs: seconds a round. acceptance: of each strategy that drafts.
+    costs: of a round, in any unit. acceptance: of each strategy that drafts.
     """
     best = best_drafting(costs, acceptance)
-    gains = expected_tokens(best.depth, acceptance[best]) * costs[PLAIN] / costs[best]
-    return best if gains > _GAIN else PLAIN
+    return best if _speed(best, costs, acceptance) > _GAIN / costs[PLAIN] else PLAIN
+
+
+def worthwhile(costs: Mapping[Strategy, float]) -> dict[Strategy, float]:
+    """The costs of plain decoding and of the strategies that are worth having: each gains 2 % over the others at some
+    acceptance, the same at every depth. The rest need not be compiled."""
+    kept = {PLAIN: costs[PLAIN]}
+    for percent in range(_STEP, 100 + _STEP, _STEP):
+        acceptance = {s: [tree_rate(percent / 100, s)] * s.depth for s in costs}
+        speeds = {s: _speed(s, costs, acceptance) for s in costs}
+        best = max(speeds, key=speeds.get)
+        if speeds[best] > _GAIN * max(speeds[s] for s in kept):
+            kept[best] = costs[best]
+    return kept
 
 
 def best_drafting(costs: Mapping[Strategy, float], acceptance: Mapping[Strategy, Rates]) -> Strategy:
     """The strategy of the most tokens a second among those that draft."""
-    return max(acceptance, key=lambda s: expected_tokens(s.depth, acceptance[s]) / costs[s])
+    return max(acceptance, key=lambda s: _speed(s, costs, acceptance))
+
+
+def _speed(strategy: Strategy, costs: Mapping[Strategy, float], acceptance: Mapping[Strategy, Rates]) -> float:
+    return expected_tokens(strategy.depth, acceptance[strategy]) / costs[strategy]
 
 
 def probe_interval(costs: Mapping[Strategy, float], probe: Strategy) -> int:
@@ -98,7 +117,9 @@ class Controller:
         return rates
 
     def next(self, costs: Mapping[Strategy, float]) -> Strategy:
-        """The strategy of the next round. costs: seconds a round of each strategy that there is."""
+        """The strategy of the next round. costs: of a round of each strategy that there is, in any unit."""
+        if costs.keys() == {PLAIN}:
+            return PLAIN
         rates = self.rates
         acceptance = {s: [tree_rate(rate, s) for rate in rates] for s in costs if s.depth}
         chosen = choose(costs, acceptance)

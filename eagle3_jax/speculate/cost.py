@@ -1,7 +1,12 @@
-"""What a round of each strategy costs on this device with this pair: measured once, then read from a file.
+"""What a round of each strategy costs on this device with this pair: measured once, then read from files.
 
-The files are ~/.cache/eagle3_jax/costs/*.json (or below XDG_CACHE_HOME), one for each pair of models, device, jax
-version, batch size (the next power of two), cache length and kind of sampling. Any of them may be deleted.
+Costs are in plain rounds, since only their ratios decide what to do. The files are ~/.cache/eagle3_jax/costs/*/*.json
+(or below XDG_CACHE_HOME): a folder for each pair of models, device, jax version, batch size (the next power of two) and
+kind of sampling, in it a file for each strategy and length of the caches. So programs that measure at the same time
+keep what they find side by side. Any of them may be deleted.
+
+A round of any strategy reads the caches once, so that ratios change little with their length: a length that was not
+measured has the costs of the nearest one that was, if that is at most four times as long or short.
 """
 
 import hashlib
@@ -9,8 +14,9 @@ import json
 import logging
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,52 +24,68 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.bench.machine import describe_machine
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.files import write_whole
+from eagle3_jax.machine import describe_machine
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.round import Models, State, Weights, speculate
-from eagle3_jax.speculate.strategy import Strategy
+from eagle3_jax.speculate.strategy import PLAIN, Strategy
 
-_TURNS, _ROUNDS = 10, 2
+Costs = dict[Strategy, float]
+_TURNS, _FEWEST_TURNS, _SECONDS = 40, 3, 60.0
+_SAME, _SETTLED = 0.99, 5  # so many turns in which none was quicker than before, by more than that
+_ROUNDS = 2
+_NEAR = 4  # times as long or short as the length of the caches for which costs are wanted
 _log = logging.getLogger(__name__)
 
 
 def known_costs(
-    key: dict[str, Any], strategies: Sequence[Strategy], measure: Callable[[], dict[Strategy, float]]
-) -> dict[Strategy, float]:
-    """Seconds a round of each strategy, from the file of `key`, or by `measure`, and then the file is written.
+    key: dict[str, Any], entries: int, strategies: Sequence[Strategy], measure: Callable[[list[Strategy]], Costs]
+) -> Costs:
+    """What a round of each strategy costs, in plain rounds, with caches of `entries`. What is not known yet is measured
+    now, and kept.
 
-    A file that cannot be used or written is logged and otherwise ignored.
+    measure: seconds a round of these strategies, of which plain decoding is one. A file that cannot be used or written
+    is logged and otherwise ignored.
     """
-    path = cost_file(key)
-    costs = _read(path, key, strategies)
-    if costs is None:
-        _log.warning("note: measuring what rounds cost here at batch %d (once, kept in %s)", key["batch"], path)
-        costs = measure()
-        _write(path, key, costs)
-    return costs
+    folder, costs = cost_folder(key), {PLAIN: 1.0}
+    costs |= _nearest(_read(folder, key, strategies), entries)
+    if missing := [strategy for strategy in strategies if strategy not in costs]:
+        names = ", ".join(strategy.text for strategy in missing)
+        words = "note: measuring what rounds of %s cost at batch %d (once, kept in %s)"
+        _log.warning(words, names, key["batch"], folder)
+        seconds = measure([PLAIN, *missing])
+        found = {strategy: seconds[strategy] / seconds[PLAIN] for strategy in missing}
+        _write(folder, key, entries, found)
+        costs |= found
+    return {strategy: costs[strategy] for strategy in strategies}
 
 
-def time_each(
-    run: Callable[[Strategy], None], strategies: Sequence[Strategy], prepare: Callable[[], None] = lambda: None
-) -> dict[Strategy, float]:
-    """The fewest seconds of run(strategy), strategies taking turns, so that what else the machine does counts little. A
-    first turn, which compiles, is not counted, nor is `prepare` before each run."""
-    seconds = dict.fromkeys(strategies, math.inf)
+def time_each[Case: Hashable](
+    run: Callable[[Case], None], cases: Sequence[Case], prepare: Callable[[], None] = lambda: None
+) -> dict[Case, float]:
+    """The fewest seconds of run(case), cases taking turns, until they are settled: where other programs take the
+    machine for seconds, every case needs a quiet moment, or their ratios are wrong by a third. A first turn, which
+    compiles, is not counted, nor is `prepare` before each run."""
+    seconds, begun, settled = dict.fromkeys(cases, math.inf), math.inf, 0
     for turn in range(1 + _TURNS):
-        for strategy in strategies:
+        before = dict(seconds)
+        for case in cases:
             prepare()
             begin = time.perf_counter()
-            run(strategy)
+            run(case)
             if turn:
-                seconds[strategy] = min(seconds[strategy], time.perf_counter() - begin)
+                seconds[case] = min(seconds[case], time.perf_counter() - begin)
+        begun = min(begun, time.perf_counter())
+        settled = settled + 1 if turn and all(seconds[case] > _SAME * before[case] for case in cases) else 0
+        if settled >= _SETTLED or (turn >= _FEWEST_TURNS and time.perf_counter() - begun > _SECONDS):
+            break
     return seconds
 
 
 def measure_rounds(
     models: Models, weights: Weights, strategies: Sequence[Strategy], state: State
-) -> tuple[dict[Strategy, float], State]:
+) -> tuple[Costs, State]:
     """Seconds a round of each strategy in batches like `state`, which is donated; it comes back as it was, up to cache
     entries that no token has."""
     kept = jax.tree.map(jnp.copy, _without_caches(state))
@@ -89,55 +111,77 @@ def _without_caches(state: State) -> State:
     return state._replace(cache=(), draft=None if state.draft is None else state.draft._replace(cache=()))
 
 
-def cost_key(target: Target, draft: Draft, batch: int, entries: int, variant: Sequence[str]) -> dict[str, Any]:
-    """What costs depend on. Of the models their shapes, so that a draft trained further needs no new measurement.
+def cost_key(target: Target, draft: Draft, batch: int, variant: Sequence[str]) -> dict[str, Any]:
+    """What costs depend on beside the strategy and the length of the caches. Of the models their shapes, so that a
+    draft trained further needs no new measurement.
 
-    entries: length of the caches. variant: what else tells programs apart, such as the settings of sampling in use.
+    variant: what else tells programs apart, such as the settings of sampling in use.
     """
     return {
-        "target": _hash(target.config),
-        "draft": _hash(draft.config),
+        "target": _hash(repr(target.config)),
+        "draft": _hash(repr(draft.config)),
         "dtypes": [str(target.dtype), str(draft.dtype)],
         "quantize": target.quantize,
         "mesh": target.placement.words,
         "machine": describe_machine(),
         "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "jaxlib")},
         "batch": 1 << (batch - 1).bit_length(),
-        "entries": entries,
         "variant": list(variant),
     }
 
 
-def _hash(config: Any) -> str:
-    return hashlib.sha256(repr(config).encode()).hexdigest()[:16]
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def cost_file(key: dict[str, Any]) -> Path:
+def cost_folder(key: dict[str, Any]) -> Path:
     """Where the costs of a key are kept."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return Path(root) / "eagle3_jax" / "costs" / f"{name}.json"
+    return Path(root) / "eagle3_jax" / "costs" / _hash(json.dumps(key, sort_keys=True))
 
 
-def _read(path: Path, key: dict[str, Any], strategies: Sequence[Strategy]) -> dict[Strategy, float] | None:
-    """The costs of a file; None if there is none, or if it is damaged, of another key, or lacks a strategy."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        seconds = {s: float(content["seconds"][s.text]) for s in strategies}
-        if content["key"] == key and all(math.isfinite(cost) and cost > 0 for cost in seconds.values()):
-            return seconds
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    _log.warning("note: ignoring the file of round costs, it is damaged or of something else: %s", path)
-    return None
+def _name(strategy: Strategy) -> str:
+    return re.sub(r"\W+", "_", strategy.text)
 
 
-def _write(path: Path, key: dict[str, Any], costs: dict[Strategy, float]) -> None:
-    content = {"key": key, "seconds": {strategy.text: cost for strategy, cost in costs.items()}}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        _log.warning("note: cannot keep the measured round costs: %s: %s", path, error.strerror or error)
+def _nearest(known: dict[Strategy, dict[int, float]], entries: int) -> Costs:
+    """The costs at the nearest length of the caches that is near enough."""
+
+    def times(length: int) -> float:
+        return max(length, entries) / min(length, entries)
+
+    nearest = {strategy: min(lengths, key=times) for strategy, lengths in known.items()}
+    return {strategy: known[strategy][at] for strategy, at in nearest.items() if times(at) <= _NEAR}
+
+
+def _read(folder: Path, key: dict[str, Any], strategies: Sequence[Strategy]) -> dict[Strategy, dict[int, float]]:
+    """The costs kept of these strategies, by length of the caches; files that are damaged or of another key are told
+    and left out."""
+    known, useless = {}, []
+    for strategy in strategies:
+        for path in folder.glob(f"*-{_name(strategy)}.json"):
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                of, entries, cost = content["key"], content["entries"], float(content["plain_rounds"])
+                usable = of == key and content["strategy"] == strategy.text and type(entries) is int and entries > 0
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                usable = False
+            if usable and math.isfinite(cost) and cost > 0:
+                known.setdefault(strategy, {})[entries] = cost
+            else:
+                useless.append(path.name)
+    if useless:
+        _log.warning("note: ignoring files of round costs, damaged or of something else: %s in %s", useless, folder)
+    return known
+
+
+def _write(folder: Path, key: dict[str, Any], entries: int, costs: Costs) -> None:
+    for strategy, cost in costs.items():
+        path = folder / f"{entries}-{_name(strategy)}.json"
+        content = {"key": key, "strategy": strategy.text, "entries": entries, "plain_rounds": cost}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            _log.warning("note: cannot keep the measured round costs: %s: %s", folder, error.strerror or error)
+            return

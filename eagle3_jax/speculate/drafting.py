@@ -21,6 +21,7 @@ from eagle3_jax.speculate.tree import Candidates
 from eagle3_jax.taps import Taps
 
 _LOWEST = -1e30  # stands for a logit that is not finite: finite itself, so that sums of scores stay ordered
+_FAINTEST = -80.0  # log of the least probability, to the likeliest one, by which drafts are drawn
 
 
 class DraftState(NamedTuple):
@@ -150,7 +151,9 @@ def _continuations(logits, strategy: Strategy, random: Random | None, noise: Arr
     if not strategy.sampled:
         gains, ids = jax.lax.top_k(logits if strategy.is_static else jax.nn.log_softmax(logits), strategy.top_k)
         return ids, None if strategy.is_static else gains, None
-    logits = logits / random.draft_temperature[:, None, None]
+    # Within a range in which noise is not lost, so that those equally unlikely are drawn equally often.
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / random.draft_temperature[:, None, None]
+    logits = jnp.maximum(logits, _FAINTEST)
     gains = None if strategy.is_static else jax.lax.top_k(jax.nn.log_softmax(logits), strategy.top_k)[0]
     ids = jax.lax.top_k(logits + noise, strategy.top_k)[1]
     return ids, gains, logits

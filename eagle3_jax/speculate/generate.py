@@ -1,8 +1,10 @@
 """`generate`: prompts in, tokens out, plain or speculative; a host loop around the compiled round."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,18 @@ import numpy as np
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.controller import Controller, menu, trained_acceptance
-from eagle3_jax.speculate.cost import cost_key, known_costs, measure_rounds
-from eagle3_jax.speculate.request import SamplingParams, check_params, check_prompt, cut, device_sampling, spread
+from eagle3_jax.speculate.acceptance import tau
+from eagle3_jax.speculate.controller import Controller, menu, trained_acceptance, worthwhile
+from eagle3_jax.speculate.cost import Costs, cost_key, known_costs, measure_rounds
+from eagle3_jax.speculate.request import (
+    SamplingParams,
+    check_params,
+    check_prompt,
+    cut,
+    device_sampling,
+    spread,
+    token_ids,
+)
 from eagle3_jax.speculate.round import UNREAD, Committed, Models, State, Weights, cache_room, next_round, prefill
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled_drafts
 
@@ -23,7 +34,8 @@ class Result:
     """One request. accepted[i]: draft tokens accepted in round i, before trimming at a stop; drafts[i]: the proposed
     target ids of round i, for a tree those on its best path: the accepted ones and the likeliest below them. The first
     token comes from prefill and belongs to no round. nonfinite_rounds: rounds in which the draft's logits held NaN or
-    infinities, which costs acceptance and nothing else. strategies[i]: of round i, as text."""
+    infinities, which costs acceptance and nothing else. strategies[i]: of round i, as text. seconds: of all rounds of
+    the batch; waited: of these, those in which the host had nothing to do but wait for an outcome."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -31,11 +43,13 @@ class Result:
     drafts: list[list[int]] = field(default_factory=list)
     nonfinite_rounds: int = 0
     strategies: list[str] = field(default_factory=list)
+    seconds: float = field(default=0.0, compare=False)
+    waited: float = field(default=0.0, compare=False)
 
     @property
     def tau(self) -> float:
-        """Mean tokens committed per target verification: 1 + accepted / rounds (spec 7.4)."""
-        return 1.0 + (sum(self.accepted) / len(self.accepted) if self.accepted else 0.0)
+        """Over all rounds, untrimmed."""
+        return tau(sum(self.accepted), len(self.accepted))
 
 
 def generate(
@@ -79,8 +93,8 @@ def generate(
     The draft may be used beyond its own context window: positions are computed, not looked up, so that its tokens may
     be accepted less often there, and nothing else. Raises UserError on an impossible request.
     """
-    single = len(prompt_ids) > 0 and not isinstance(prompt_ids[0], (Sequence, np.ndarray))
-    prompts = [list(map(int, p)) for p in ([prompt_ids] if single else prompt_ids)]
+    single = len(prompt_ids) > 0 and np.ndim(prompt_ids[0]) == 0
+    prompts = [token_ids(prompt) for prompt in ([prompt_ids] if single else prompt_ids)]
     if not prompts:
         raise UserError("no prompt was given / pass at least one list of token ids")
     keywords = SamplingParams(
@@ -100,7 +114,7 @@ def generate(
     limits = _limits(target, prompts, params)
     results = [Result() for _ in prompts]
 
-    models, weights, state, first = _begin(target, draft, prompts, params, strategies)
+    models, weights, state, first = begin(target, draft, prompts, params, strategies)
     if oracle is not None:
         state = _with_oracle(models, state, prompts, oracle, strategies)
     for i, token in enumerate(np.asarray(first)):
@@ -115,8 +129,10 @@ def generate(
         return strategies[0] if controller is None else controller.next(costs)
 
     rounds = _rounds(models, weights, state, choose, ahead=jax.default_backend() != "cpu")
+    begun, waited = time.perf_counter(), 0.0
     while any(r.finish_reason is None for r in results):
-        shape, (tokens, accepted, drafts, finite) = next(rounds)
+        shape, (tokens, accepted, drafts, finite), waiting = next(rounds)
+        waited += waiting
         running = [i for i, result in enumerate(results) if result.finish_reason is None]
         if controller is not None:
             controller.observe(shape, accepted[running].tolist())
@@ -126,6 +142,8 @@ def generate(
             results[i].accepted.append(int(accepted[i]))
             results[i].drafts.append([token for token in drafts[i].tolist() if token >= 0])
             _commit(results, i, tokens[i, : accepted[i] + 1].tolist(), limits, stops, on_tokens)
+    for result in results:
+        result.seconds, result.waited = time.perf_counter() - begun, waited
     return results[0] if single else results
 
 
@@ -139,26 +157,37 @@ def warm_up(
 ) -> None:
     """Compiles all that `generate` needs for such prompts with these settings, and runs each program once."""
     strategies, params = strategies_of(strategy, draft), spread(sampling, len(prompts))
-    models, weights, state, _ = _begin(target, draft, prompts, params, strategies)
+    models, weights, state, _ = begin(target, draft, prompts, params, strategies)
     if oracle is not None:
         state = _with_oracle(models, state, prompts, oracle, strategies)
     if len(strategies) > 1:
-        _, state = _costs(target, draft, models, weights, strategies, state)
+        strategies, state = _costs(target, draft, models, weights, strategies, state)
     unread = 0
     for shape in strategies:
         state, committed, unread = next_round(models, shape, weights, state, unread)
         jax.block_until_ready(committed)
 
 
-def _begin(target: Target, draft: Draft | None, prompts, params: Sequence[SamplingParams], strategies: list[Strategy]):
-    """The pair, the state after reading the prompts, and the first token of each."""
+class Begun(NamedTuple):
+    """A batch whose prompts have been read. first: int32 [B], the first new token of each."""
+
+    models: Models
+    weights: Weights
+    state: State
+    first: jax.Array
+
+
+def begin(
+    target: Target, draft: Draft | None, prompts, params: Sequence[SamplingParams], strategies: Sequence[Strategy]
+) -> Begun:
+    """Reads the prompts of a batch whose rounds will be of these strategies."""
     models, weights = pair(target, draft if any(shape.depth for shape in strategies) else None)
     ids, lengths = pad_prompts(prompts)
     limits = _limits(target, prompts, params)
     entries = cache_entries(target, prompts, limits, *strategies)
     sampling, reach = device_sampling(target, prompts, params), reach_of(target, prompts, limits)
     state, first = prefill(models, entries, weights, ids, lengths, sampling, reach)
-    return models, weights, state, first
+    return Begun(models, weights, state, first)
 
 
 def _limits(target: Target, prompts, params: Sequence[SamplingParams]) -> list[int]:
@@ -188,8 +217,9 @@ def _with_oracle(
 
 def _rounds(
     models: Models, weights: Weights, state: State, choose: Callable[[], Strategy], ahead: bool
-) -> Iterator[tuple[Strategy, Committed]]:
-    """Outcomes of one round after the other, fetched, without end, each with the strategy that was chosen for it.
+) -> Iterator[tuple[Strategy, Committed, float]]:
+    """Outcomes of one round after the other, fetched, without end, each with the strategy that was chosen for it and
+    the seconds that the host waited for it.
 
     ahead: the next round is dispatched before an outcome is fetched, so that an accelerator need not wait for the host.
     Whoever stops asking leaves one round unused.
@@ -201,23 +231,25 @@ def _rounds(
         state, committed, unread = next_round(models, strategy, weights, state, unread)
         dispatched.append((strategy, committed))
         if len(dispatched) > ahead:
-            yield jax.device_get(dispatched.popleft())
+            (strategy, committed), begun = dispatched.popleft(), time.perf_counter()
+            yield strategy, jax.device_get(committed), time.perf_counter() - begun
 
 
 def _costs(
     target: Target, draft: Draft, models: Models, weights: Weights, strategies: Sequence[Strategy], state: State
 ):
-    """Seconds a round of each strategy in batches like `state`, and the state, which may have been used to measure."""
+    """What a round costs in batches like `state`, of each strategy that is worth having there, and the state, which may
+    have been used to measure."""
     used = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.sampling)]
     drafts = ["sampled drafts"] if any(strategy.sampled for strategy in strategies) else []
-    key = cost_key(target, draft, state.pending.shape[0], state.cache[0].k.shape[2], used + drafts)
+    key = cost_key(target, draft, state.pending.shape[0], used + drafts)
 
-    def measure() -> dict[Strategy, float]:
+    def measure(shapes: list[Strategy]) -> Costs:
         nonlocal state
-        measured, state = measure_rounds(models, weights, strategies, state)
+        measured, state = measure_rounds(models, weights, shapes, state)
         return measured
 
-    return known_costs(key, strategies, measure), state
+    return worthwhile(known_costs(key, state.cache[0].k.shape[2], strategies, measure)), state
 
 
 def strategies_of(strategy: str | Sequence[Sequence[int]], draft: Draft | None) -> list[Strategy]:

@@ -1,6 +1,7 @@
 """What one request asks for: sampling settings, length, stops; checking them, and their device form for a batch."""
 
 import dataclasses
+import operator
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,14 @@ def _check_seed(params: SamplingParams) -> None:
 def _require(good: bool, params: SamplingParams, name: str, rule: str) -> None:
     if not good:
         raise UserError(f"sampling setting {name} {getattr(params, name)} / it must be {rule}")
+
+
+def token_ids(prompt: Sequence[int]) -> list[int]:
+    """A prompt as a list of whole numbers, from any sequence or array of them. Raises UserError for anything else."""
+    try:
+        return list(map(operator.index, prompt))
+    except TypeError as error:
+        raise UserError(f"prompt_ids holds {str(prompt)[:40]!r} / give whole numbers, as the tokenizer does") from error
 
 
 def check_prompt(number: int, prompt: list[int], target: Target) -> None:

@@ -204,6 +204,11 @@ def commit(
     return new, committed, _rows(logits, steps.path)
 
 
+def must_catch_up(strategy: Strategy, unread: int) -> bool:
+    """Whether the draft must read the `unread` slots that plain rounds have left before a round of this strategy."""
+    return unread > 0 and (strategy.depth > 0 or unread == UNREAD)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def catch_up(models: Models, weights: Weights, state: State) -> State:
     """The draft reads the slots that plain rounds have left."""
@@ -229,7 +234,7 @@ def next_round(
     unread: the plain rounds since it last did, as returned by the call before; 0 at first. Requests that have joined
     the batch meanwhile have fewer slots to read.
     """
-    if unread and state.draft is not None and (strategy.depth or unread == UNREAD):
+    if state.draft is not None and must_catch_up(strategy, unread):
         state, unread = catch_up(models, weights, state), 0
     state, committed = speculate(models, strategy, weights, state)
     return state, committed, 0 if strategy.depth else unread + 1

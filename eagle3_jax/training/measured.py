@@ -10,6 +10,7 @@ from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import prompt_ids
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.models.target import Target
+from eagle3_jax.speculate.acceptance import tau
 from eagle3_jax.speculate.generate import generate
 from eagle3_jax.speculate.strategy import parse_strategy
 from eagle3_jax.training.evaluate import simulate
@@ -41,7 +42,7 @@ def measure_generation(
         "strategy": config.strategy,
         "prompts": len(prompts),
         "tokens": sum(len(result.tokens) for result in results),
-        "tau": round(1 + sum(rounds) / len(rounds), 5),
+        "tau": round(tau(sum(rounds), len(rounds)), 5),
         "simulated_tau": round(simulated["simulated_tau"], 5),
     }
 

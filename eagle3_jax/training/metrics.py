@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eagle3_jax.speculate.acceptance import tau
+
 
 class Answer(NamedTuple):
     """The rounds of one answer: accepted counts, and the slots (places in the row) that rounds begin at.
@@ -109,7 +111,7 @@ class AcceptanceMeter:
         return {
             "accuracy": round(float(full[0]), 5),
             **({} if within is None else {"accuracy_in_vocabulary": within}),
-            "simulated_tau": 1.0 + self.accepted / max(self.rounds, 1),
+            "simulated_tau": tau(self.accepted, self.rounds),
             "slot_tau": 1.0 + float(full.sum()),
             "full_acceptance": full.round(5).tolist(),
             "conditional_acceptance": (self.right / np.maximum(self.before, 1)).round(5).tolist(),
@@ -130,7 +132,7 @@ class Breakdown:
 
     def summary(self) -> dict[str, dict[str, float | int]]:
         return {
-            key: {"simulated_tau": round(1 + accepted / rounds, 5), "rounds": rounds}
+            key: {"simulated_tau": round(tau(accepted, rounds), 5), "rounds": rounds}
             for key, (accepted, rounds) in sorted(self._counts.items(), key=lambda item: _number_first(item[0]))
         }
 

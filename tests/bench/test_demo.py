@@ -24,7 +24,7 @@ def config(tmp_path_factory) -> Config:
             "target": {"path": str(write_tiny_target(folder / "target")), "dtype": "float32"},
             "data": {"train": str(folder / "rows.jsonl"), "heldout": str(folder / "rows.jsonl"), "length": 32},
             "draft": {"taps": [0, 1, 2], "vocab_size": 16},
-            "training": {"epochs": 1, "ttt_steps": 2, "batch_rows": 2, "evaluate_steps": 3, "compute_dtype": "float32"},
+            "training": {"epochs": 1, "ttt_steps": 1, "batch_rows": 2, "evaluate_steps": 1, "compute_dtype": "float32"},
         }
     )
 
@@ -34,7 +34,7 @@ def test_result_has_the_documented_keys_and_is_shown_again(config, monkeypatch):
         return [prompt_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in ("what", "who is it")]
 
     monkeypatch.setattr(demo, "heldout_prompts", prompts)
-    monkeypatch.setattr(demo, "STRATEGIES", ("chain:1", "chain:2"))
+    monkeypatch.setattr(demo, "STRATEGIES", ("chain:1",))
     said = []
     size = demo.DemoSize(prompts=2, tokens=6, identity_tokens=4)
     result = demo.run_demo(config, size, lambda report: None, said.append)
@@ -42,7 +42,7 @@ def test_result_has_the_documented_keys_and_is_shown_again(config, monkeypatch):
     assert set(documented.split()) <= set(result)
     assert result["identical"] is True and result["tau"] >= 1.0
     assert json.loads((config.run_dir / "result.json").read_text()) == result
-    assert [cells[0] for cells in demo.table(result)] == ["strategy", "plain", "chain:1", "chain:2"]
+    assert [cells[0] for cells in demo.table(result)] == ["strategy", "plain", "chain:1"]
     assert (config.run_dir / "export" / "config.json").exists()
 
     monkeypatch.setattr(demo, "load_target", None)  # a finished result needs no model

@@ -49,6 +49,7 @@ def test_a_cut_run_tells_so(tmp_path, capsys):
 
 def test_a_failing_program_is_told_and_costs_only_its_row(tmp_path, monkeypatch, capsys):
     measured = iter([gpu.Timing(1.0, 1.5, 1.0), None, gpu.Timing(2.0, None, None)])
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda program: program)  # none of them is called
 
     def time_calls(*arguments):
         if (timing := next(measured)) is None:

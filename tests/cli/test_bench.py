@@ -20,38 +20,45 @@ def files(target, tmp_path_factory):
     return folder / "draft", write_prompts(folder / "prompts.jsonl", [["what"], ["who is it"], ["why"]])
 
 
-def bench(eagle3, target, files, json_file, *options) -> tuple[str, dict]:
+def bench(eagle3, target, files, json_file, *options):
     draft, prompts = files
     arguments = ("--target", target, "--draft", draft, "--prompts", prompts, "--max-new-tokens", 6)
     result = eagle3("bench", *arguments, "--dtype", "float32", "--json", json_file, *options)
     assert result.code == 0, result.err
-    return result.err, json.loads(json_file.read_text())
+    return result, json.loads(json_file.read_text())
 
 
 def test_rows_have_the_documented_keys_and_count_full_batches(eagle3, target, files, tmp_path):
-    options = ("--strategies", "chain:1,plain", "--batch", "1,2")
-    notes, content = bench(eagle3, target, files, tmp_path / "b.json", *options)
-    assert [line for line in notes.splitlines() if "left out" in line] == [
+    options = ("--strategies", "tree:2x2x4,plain", "--batch", "1,2")
+    result, content = bench(eagle3, target, files, tmp_path / "b.json", *options)
+    assert [line for line in result.err.splitlines() if "left out" in line] == [
         "batch 2: the last 1 of 3 prompts are left out, they fill no batch"
     ]
     assert set(content) == {"rows", "machine", "versions"}
     assert [(r["strategy"], r["batch"]) for r in content["rows"]] == [
-        *(("chain:1", 1), ("plain", 1), ("chain:1", 2), ("plain", 2))
+        *(("tree:2x2x4", 1), ("plain", 1), ("tree:2x2x4", 2), ("plain", 2))
     ]
+    keys = "strategy batch tok_s ms_per_token tau acceptance_by_depth speedup_vs_plain identical_to_plain host_share"
+    of_drafts = {"v", "d", "d_floor", "bound", "decode_speedup", "of_bound"}
     for row in content["rows"]:
-        keys = "strategy batch tok_s ms_per_token tau acceptance_by_depth speedup_vs_plain identical_to_plain"
-        assert set(row) == set(keys.split()) and row["identical_to_plain"] == 1.0
-        assert len(row["acceptance_by_depth"]) == (1 if row["strategy"] != "plain" else 0)
+        drafts = row["strategy"] != "plain"
+        assert set(row) == set(keys.split()) | (of_drafts if drafts else set()) and row["identical_to_plain"] == 1.0
+        assert len(row["acceptance_by_depth"]) == (2 if drafts else 0) and 0 < row["host_share"] < 1
+        if drafts:
+            assert min(row[key] for key in of_drafts) > 0 and row["d_floor"] < 1
+            assert row["bound"] == pytest.approx(row["tau"] / (row["v"] + 2 * row["d"]), rel=1e-3)
+            assert row["of_bound"] == pytest.approx(row["decode_speedup"] / row["bound"], rel=1e-3)
     assert content["rows"][1]["tau"] == 1.0 and content["rows"][1]["speedup_vs_plain"] == 1.0
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert result.out.count("tau / (v + K d) allows") == 2 and "host " in result.out
 
 
 def test_auto_and_an_oracle(eagle3, target, files, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(controller, "_MENU", ("plain", "chain:1"))
     options = ("--strategies", "oracle:1,auto", "--plot", tmp_path / "b.svg")
-    notes, content = bench(eagle3, target, files, tmp_path / "b.json", *options)
-    assert "auto, batch 1: rounds were" in notes
+    result, content = bench(eagle3, target, files, tmp_path / "b.json", *options)
+    assert "auto, batch 1: rounds were" in result.err
     oracle, auto = content["rows"]
     assert (oracle["strategy"], auto["strategy"]) == ("oracle:1", "auto")
     assert oracle["identical_to_plain"] == auto["identical_to_plain"] == 1.0
@@ -62,9 +69,9 @@ def test_auto_and_an_oracle(eagle3, target, files, tmp_path, monkeypatch):
 def test_a_damaged_draft_is_told(eagle3, target, files, tmp_path):
     broken = not_a_number(load_draft(files[0]))
     save_draft(broken, tmp_path / "broken")
-    options = ("--prompts", files[1], "--dtype", "float32", "--max-new-tokens", 6, "--strategies", "chain:1")
+    options = ("--prompts", files[1], "--dtype", "float32", "--max-new-tokens", 6, "--strategies", "tree:2x2x4")
     result = eagle3("bench", "--target", target, "--draft", tmp_path / "broken", *options)
-    assert "chain:1, batch 1: the draft's logits were not finite in 15 of 15 rounds" in result.err
+    assert "tree:2x2x4, batch 1: the draft's logits were not finite in 15 of 15 rounds" in result.err
     assert "100%" in result.out
 
 
@@ -87,6 +94,7 @@ def test_the_plot_shows_every_strategy_and_size(tmp_path):
     [
         (("--batch", "1,x"), "--batch 1,x"),
         (("--batch", "0"), "--batch 0"),
+        (("--batch", "9" * 5000), "/ give sizes like 1,4,8"),
         (("--batch", "8"), "needs as many prompts"),
         (("--strategies", "plain,tree:2x2"), "chain:K"),
         (("--temperature", "-1"), "temperature -1.0"),

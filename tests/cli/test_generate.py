@@ -51,10 +51,20 @@ def test_a_draft_speculates_and_its_taps_are_told(eagle3, target, draft, tmp_pat
     assert tree.out == plain.out and json.loads(file.read_text())["strategy"] == "tree:2x2x5"
 
 
-def test_a_draft_of_other_weights_is_warned_of(eagle3, target, draft, tmp_path):
+def test_a_draft_of_other_weights_is_warned_of_and_chats_are_those_of_its_training(
+    eagle3, target, draft, tmp_path, monkeypatch
+):
+    rendered = []
+
+    def noted(*args, template, **more):
+        rendered.append(template)
+        return prompt_ids(*args, template=template, **more)
+
+    monkeypatch.setattr("eagle3_jax.data.template.prompt_ids", noted)
     config = json.loads((draft / "config.json").read_text())
     config["eagle3_jax"]["target"]["fingerprint"]["hash"] = "0" * 16
     config["eagle3_jax"]["target"]["fingerprint"]["sample"] = [1.0] * 48
+    config["eagle3_jax"]["training"] = {"chat_template": {"enable_thinking": False}}
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(config))
@@ -62,6 +72,7 @@ def test_a_draft_of_other_weights_is_warned_of(eagle3, target, draft, tmp_path):
     options = ("--dtype", "float32", "--max-new-tokens", 20, "--temperature", 1, "--seed", 7)
     result = eagle3("generate", "--target", target, "--draft", other, "what", *options)
     assert result.code == 0 and "warning: the draft" in result.err and "other weights" in result.err
+    assert rendered == [{"enable_thinking": False}]
 
 
 def test_a_single_token_has_no_speed(eagle3, target, tmp_path):

@@ -35,6 +35,7 @@ def draft(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafts") / "draft"
     made = random_draft(e3.load_target(target, dtype="float32"), taps=(0, 1, 2), d2t=range(8))
     made.facts["verifier"] = {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]}
+    made.facts["training"] = {"chat_template": {"enable_thinking": False}}
     save_draft(made, folder)
     return folder
 
@@ -50,11 +51,13 @@ def test_a_draft_alone_is_enough(eagle3, served, draft, target):
         "2 slots of 256 tokens: ",
         f"(model {target.name})",
         "chain:1",
+        "chats are rendered with enable_thinking=False, as in the draft's training",
     ):
         assert said in outcome.err, outcome.err
     service = served[0].config.app.state.service
     assert (service.model, service.max_len, service.most_requests) == (target.name, 256, 2 + 64)
     assert service.engine.settings.strategies == ("chain:1",)
+    assert service.template == {"enable_thinking": False}
 
 
 def test_suggestions_of_the_model_are_told_and_memory_makes_slots(eagle3, served, target):

@@ -201,7 +201,9 @@ def test_null_is_not_given_and_who_asks_changes_nothing(server):
         assert answer.status_code == 200 and answer.json()["choices"], answer.text
     inner = {"stream": True, "stream_options": dict.fromkeys(["include_usage", "include_obfuscation"])}
     inner |= {"eagle3": {"strategy": None, "stats": None}, "response_format": {"type": "text", "json_schema": None}}
-    inner["messages"] = [{"role": "user", "name": None, "content": [{"type": "text", "text": "a", "cache": None}]}]
+    inner["messages"] = [
+        {"role": "user", "name": None, "weight": None, "content": [{"type": "text", "text": "a", "cache": None}]}
+    ]
     inner |= {"tools": None, "tool_choice": None, "parallel_tool_calls": False}
     assert "[DONE]" in post(server, "/v1/chat/completions", inner).text
     assert post(server, "/tokenize", {"prompt": "a", "messages": None, "add_special_tokens": None}).status_code == 200

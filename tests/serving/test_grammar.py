@@ -81,8 +81,10 @@ def test_over_the_api(monkeypatch):
         assert [json.loads(choice["text"])["a"] for choice in ask().json()["choices"]] == ["the", "the"]
         bad = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "colour"}}}
         endless = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"$ref": "#"}}}
+        long = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["a" * 66_000]}}}
         for refused in (
             {"response_format": bad},
+            {"response_format": long},
             {"response_format": endless},
             {"ignore_eos": True},
             {"min_tokens": 2},

@@ -118,20 +118,20 @@ def test_the_strategy_that_is_shown_is_asked_for(open_page, stub):
     page = open_page()
     page.get_by_label("max tokens").fill("12")
     page.get_by_label("temperature").fill("0.7")
-    ask(page, "hello")
+    ask(page, "markup")
     finished(page)
     for kind, fields in (("plain", {}), ("chain", {"chain-depth": 5}), ("tree", {"tree-depth": 4, "tree-top": 2})):
         page.get_by_role("radio", name=kind).check()
         for field, value in fields.items():
             page.locator(f"#{field}").fill(str(value))
-        ask(page, "hello")
+        ask(page, "markup")
         finished(page)
     asked = [body["eagle3"]["strategy"] for body in stub.bodies]
     assert asked == ["auto", "plain", "chain:5", "tree:4x2x12"]
     assert all((body["max_tokens"], body["temperature"]) == (12, 0.7) for body in stub.bodies)
     page.locator("#tree-nodes").fill("1")
-    ask(page, "hello")
-    assert len(stub.bodies) == 4 and page.get_by_label("Message").input_value() == "hello"  # told at the field
+    ask(page, "markup")
+    assert len(stub.bodies) == 4 and page.get_by_label("Message").input_value() == "markup"  # told at the field
 
 
 @needs_chromium

@@ -15,7 +15,7 @@ from eagle3_jax.cli.main import main as eagle3
 from eagle3_jax.serving.engine import Engine
 from eagle3_jax.serving.requests import Request, Settings
 from eagle3_jax.sharding import Placement, parse_mesh
-from eagle3_jax.speculate.generate import _begin, strategies_of
+from eagle3_jax.speculate.generate import begin, strategies_of
 from eagle3_jax.speculate.round import speculate
 from tests.cli.tiny_target import read_rows, write_prompts, write_tiny_target
 from tests.models.test_loading import memory, write_shards
@@ -57,7 +57,7 @@ def compare(folder: Path, draft: e3.Draft, expected: list, mesh: str, cases) -> 
     answers(target, bound, cases)
     again = len(compiled) - before
     strategy = strategies_of(cases[-1][0], bound)
-    models, weights, state, _ = _begin(target, bound, PROMPTS, [GREEDY] * 3, strategy)
+    models, weights, state, _ = begin(target, bound, PROMPTS, [GREEDY] * 3, strategy)
     new, _ = speculate(models, strategy[0], weights, state)
     kept = [a.sharding == b.sharding for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True)]
     donated = all(array.is_deleted() for array in jax.tree.leaves((state.cache, state.draft.cache)))

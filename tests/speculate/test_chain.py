@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 import eagle3_jax as e3
 from eagle3_jax.models.attention import causal
-from eagle3_jax.speculate.generate import pad_prompts, pair
+from eagle3_jax.speculate.generate import cache_entries, pad_prompts, pair
 from eagle3_jax.speculate.round import catch_up, next_round, prefill
 from eagle3_jax.speculate.strategy import PLAIN, parse_strategy
 from tests.tiny import random_draft, relative
@@ -142,7 +142,8 @@ def test_served_features_are_those_of_a_plain_forward(results) -> None:
     case = results("base")
     models, weights = pair(case.target, case.draft)
     ids, lengths = pad_prompts(case.prompts)
-    state, first = prefill(models, 128, weights, ids, lengths, None)
+    entries = cache_entries(case.target, case.prompts, [NEW] * len(case.prompts), parse_strategy(f"chain:{DEPTH}"))
+    state, first = prefill(models, entries, weights, ids, lengths, None)
     assert first.tolist() == [a.tokens[0] for a in case.answers]
     texts = np.asarray([p + a.tokens for p, a in zip(case.prompts, case.answers, strict=True)])
     plain = case.target.forward(texts, taps=case.draft.taps).taps

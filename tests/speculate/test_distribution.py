@@ -17,7 +17,7 @@ from eagle3_jax.speculate.generate import pair
 from eagle3_jax.speculate.request import device_sampling
 from eagle3_jax.speculate.round import prefill, speculate
 from eagle3_jax.speculate.strategy import parse_strategy, with_sampled_drafts
-from tests.tiny import bigram_draft, bigram_target
+from tests.tiny import bigram_draft, bigram_target, not_a_number
 
 # Running takes longer than compiling here, and the other way round everywhere else (conftest.py).
 OPTIMISED = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": False}
@@ -124,3 +124,23 @@ def test_the_distribution_is_the_targets(target, exact, sample, strategy: str, s
         assert_follows(tokens, exact(*setting))
         rates.append(rate)
     assert min(rates) > 0 and rates[0] != rates[1]  # or nothing was put to the test
+
+
+STRATEGIES = ["chain:2", "tree:2x2x5", [(0,), (1,), (1, 0), (1, 1)]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [(1.0, 1.0), (0.7, 0.9)], ids=str)
+@pytest.mark.parametrize("sampled", [False, True], ids=["point masses", "sampled drafts"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_at_each_setting_with_drafts_of_every_quality(target, exact, sample, strategy, sampled: bool, setting) -> None:
+    """Good, fair, bad, and not even finite; everything crossed with everything."""
+    shape = parse_strategy(strategy)
+    shape = with_sampled_drafts(shape) if sampled else shape
+    good, fair, bad = (bigram_draft(target, noise, KNOWN) for noise in (0.05, 0.5, 3.0))
+    rates = []
+    for draft in (good, fair, bad, not_a_number(good)):
+        tokens, rate = sample(shape, draft, *setting)
+        assert_follows(tokens, exact(*setting))
+        rates.append(rate)
+    assert min(rates[:3]) > 0 and rates[0] > rates[2]

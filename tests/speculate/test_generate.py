@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -229,6 +230,20 @@ def test_impossible_requests_are_refused_in_one_line(shallow_target, changes: di
     with pytest.raises(e3.UserError, match=message) as caught:
         e3.generate(shallow_target, None, **({"prompt_ids": [5, 6]} | changes))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prompts", ["text", ["text"], [1.5, 2.0], [[5], [6.0]], [None], [[[5]]]], ids=str)
+def test_prompts_that_are_no_token_ids_are_refused_in_one_line(shallow_target, prompts, untyped) -> None:
+    with pytest.raises(e3.UserError, match="prompt_ids holds") as caught:
+        e3.generate(shallow_target, None, prompts)
+    assert "\n" not in str(caught.value)
+
+
+def test_prompts_may_be_arrays(shallow_target, plain, untyped) -> None:
+    settings = {"max_new_tokens": NEW, "stop_token_ids": ()}
+    rows = [PROMPTS[1]] * 4  # as many as in `plain`, for which programs are compiled
+    for prompts in (np.asarray(rows), jnp.asarray(rows), [jnp.asarray(row) for row in rows], tuple(map(tuple, rows))):
+        assert e3.generate(shallow_target, None, prompts, **settings)[0].tokens == plain[1].tokens
 
 
 @pytest.mark.parametrize(

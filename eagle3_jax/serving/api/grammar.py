@@ -12,6 +12,8 @@ from eagle3_jax.serving.api.errors import ApiError
 _ANY_OBJECT = {"type": "object"}
 # Between the parts of a JSON text: as compact and as indented writers do it. Without a bound some models never stop.
 _BLANKS = {"whitespace_pattern": r"( |\n {0,32})?"}
+_LONGEST = 65_536  # characters of a schema: one of 2,000 properties takes two seconds, of 5,000 fifteen
+_FUEL = 200_000  # of a pattern's automaton: a second at most
 
 
 class JsonGrammar:
@@ -71,7 +73,7 @@ class Grammars:
     def new(self, schema: dict[str, Any]) -> Callable[[], JsonGrammar]:
         """Makes a grammar for each choice of an answer. Raises ApiError for a schema that is not supported."""
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ApiError(
@@ -81,11 +83,15 @@ class Grammars:
             raise ApiError(400, "response_format: the model has no end token, so its answers could not end")
         if self._known is None:
             self._known = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos)
+        if len(text := json.dumps(schema)) > _LONGEST:
+            message = f"response_format: the schema takes {len(text)} characters, the most is {_LONGEST}"
+            raise ApiError(400, message, "response_format")
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_BLANKS)
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides=_BLANKS)
         except ValueError as error:
             raise ApiError(400, f"response_format: {error}", "response_format") from error
-        matcher = LLMatcher(self._known, grammar, log_level=0)
+        limits = LLParserLimits(initial_lexer_fuel=_FUEL, verbose_errors=False)
+        matcher = LLMatcher(self._known, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ApiError(400, f"response_format: {_reason(matcher)}", "response_format")
         try:
@@ -98,5 +104,4 @@ class Grammars:
 
 
 def _reason(matcher: Any) -> str:
-    """Its error on one line, without the state that follows."""
-    return " ".join(matcher.get_error().partition("<state>")[0].split())[:300]
+    return " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:300]

@@ -9,7 +9,7 @@ from eagle3_jax.serving.api.errors import ApiError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id"}
-_EMPTY = {"refusal", "audio", "function_call", "annotations", "reasoning_content", "reasoning"}  # if null or empty
+_EMPTY = {"refusal", "audio", "function_call", "annotations", "reasoning_content", "reasoning"}  # if empty
 
 
 def template_messages(messages: list[dict[str, Any]], knows_developer: bool = False) -> list[dict[str, Any]]:
@@ -40,7 +40,8 @@ def _message(message: dict[str, Any], where: str, knows_developer: bool) -> dict
     role = message.get("role")
     if role not in _ROLES:
         raise ApiError(400, f"{where}.role is {role!r}: use {', '.join(_ROLES)}", f"{where}.role")
-    unknown = [name for name, value in message.items() if name not in _FIELDS and (name not in _EMPTY or value)]
+    given = {name: value for name, value in message.items() if value is not None}
+    unknown = [name for name, value in given.items() if name not in _FIELDS and (name not in _EMPTY or value)]
     if unknown:
         raise ApiError(400, f"{where}.{unknown[0]} is not supported", f"{where}.{unknown[0]}")
     rendered = {"role": "system" if role == "developer" and not knows_developer else role}

@@ -68,7 +68,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
-            message = f"the model {name!r} does not exist here: this server has {self.model!r}"
+            message = f"the model {name[:100]!r} does not exist here: this server has {self.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     def check_length(self, characters: int, param: str) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 from eagle3_jax.serving.api.answer import Piece
+from eagle3_jax.speculate.acceptance import acceptance_by_depth, tau
 from eagle3_jax.speculate.strategy import parse_strategy
 
 
@@ -30,18 +31,17 @@ class Stats:
             self._strategies[piece.strategy] += 1
 
     def body(self) -> dict[str, Any]:
-        """strategy: the most used one. accepted: of each round, before cutting. acceptance_by_depth: share of rounds
-        that accepted at least d draft tokens."""
+        """strategy: the most used one. accepted: of each round, before cutting."""
         rounds = len(self._accepted)
         strategy = self._strategies.most_common(1)[0][0] if rounds else "plain"
-        depths = range(1, max((parse_strategy(name).depth for name in self._strategies), default=0) + 1)
+        depth = max((parse_strategy(name).depth for name in self._strategies), default=0)
         seconds = self._last - self._first
         return {
             "strategy": strategy,
-            "tau": round(1 + sum(self._accepted) / rounds, 4) if rounds else 1.0,
+            "tau": round(tau(sum(self._accepted), rounds), 4),
             "accepted": self._accepted,
             "tok_s": round(self._tokens / seconds, 2) if seconds > 0 else None,
-            "acceptance_by_depth": [round(sum(a >= d for a in self._accepted) / rounds, 4) for d in depths],
+            "acceptance_by_depth": acceptance_by_depth(self._accepted, depth),
         }
 
 
