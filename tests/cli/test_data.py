@@ -65,6 +65,8 @@ def test_bad_input_is_one_line(eagle3, command, target, tmp_path, prompts):
     assert "no such model" in eagle3("data", "generate", "--target", "no", "--out", out, "--prompts", prompts).complaint
     assert "--slots" in eagle3(*command, "--slots", 0).complaint
     assert "top_p" in eagle3(*command, "--top-p", 0).complaint
+    assert "it needs 2 devices" in eagle3(*command, "--mesh", "tensor=2").complaint
+    assert "our own engine" in eagle3(*command, "--mesh", "tensor=2", "--endpoint", "http://x/v1").complaint
     assert "context" in eagle3(*command, "--max-new-tokens", 256).complaint
     assert "cannot write" in eagle3(*command, "--out", prompts / "below_a_file.jsonl").complaint
     assert "did not begin" in eagle3(*command, "--out", prompts).complaint
@@ -82,8 +84,8 @@ def test_a_file_begun_with_other_settings_is_refused(eagle3, command, tmp_path, 
 
 def test_self_prompts_are_written_once_and_answered(eagle3, target, tmp_path):
     out = tmp_path / "out.jsonl"
-    command = ["data", "generate", "--target", target, "--out", out, "--dtype", "float32", "--slots", 8]
-    command += ["--max-new-tokens", 8]
+    command = ["data", "generate", "--target", target, "--out", out, "--dtype", "float32", "--slots", 4]
+    command += ["--max-new-tokens", 24]
     assert eagle3(*command, "--self-prompt", 3).code == 0
     assert [row["id"] for row in read_rows(out)] == [0, 1, 2]
     prompts = tmp_path / "out.jsonl.prompts.jsonl"

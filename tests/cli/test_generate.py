@@ -47,10 +47,8 @@ def test_a_draft_speculates_and_its_taps_are_told(eagle3, target, draft, tmp_pat
     assert "taps [embedding, block 1 input, tap 2 = last block output before the final norm]" in result.err
     assert "warning" not in result.err
     assert "taps" not in plain.err
-    eagle3("generate", *options, "--draft", draft, "--json", file, "what", "--strategy", "chain:2")
-    assert {len(row) for row in json.loads(file.read_text())["drafts"]} == {2}
-    tree = eagle3("generate", *options, "what", "--draft", draft, "--strategy", "tree:2x2x5")
-    assert tree.out == plain.out
+    tree = eagle3("generate", *options, "what", "--draft", draft, "--json", file, "--strategy", "tree:2x2x5")
+    assert tree.out == plain.out and json.loads(file.read_text())["strategy"] == "tree:2x2x5"
 
 
 def test_a_draft_of_other_weights_is_warned_of_and_chats_are_those_of_its_training(
@@ -128,4 +126,4 @@ def test_a_target_without_a_template_points_to_raw(eagle3, target, tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (bare / name).write_bytes((target / name).read_bytes())
     assert "--raw" in eagle3("generate", "--target", bare, "hi").complaint
-    assert eagle3("generate", "--target", bare, "hi", "--raw").code == 0
+    assert eagle3("generate", "--target", bare, "hi", "--raw", "--max-new-tokens", 1).code == 0

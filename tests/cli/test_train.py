@@ -27,7 +27,7 @@ def config(target, tmp_path) -> Path:
     """A config of four steps, evaluated once, in the test's own folder."""
     data = write_chats(tmp_path / "chats.jsonl")
     training = {"epochs": 2, "batch_rows": 2, "ttt_steps": 2, "evaluate_steps": 2, "compute_dtype": "float32"}
-    training["target_hub_id"] = "someone/tiny"
+    training |= {"target_hub_id": "someone/tiny", "features": "ram"}  # as for the dry run: one program
     path = tmp_path / "config.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -76,7 +76,7 @@ def test_a_run_and_its_finished_result(eagle3, config, target, tmp_path) -> None
 
 def test_a_dry_run_begins_nothing(eagle3, config, tmp_path) -> None:
     file = tmp_path / "figures.json"
-    result = eagle3("train", "--config", config, "--dry-run", "training.features=ram", "--json", file)
+    result = eagle3("train", "--config", config, "--dry-run", "--json", file)
     assert result.code == 0 and not (tmp_path / "runs").exists()
     figures = json.loads(file.read_text())
     parameters, memory, disk, time = (figures[key] for key in ("parameters", "memory_per_device", "disk", "time"))

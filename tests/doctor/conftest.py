@@ -106,15 +106,25 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(target, folder, [(row.astype(np.int32), mask) for row in ids], data)
 
 
+KINDS = {
+    "good": {},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "wrong teacher": {"learn": "no final norm"},
+    "last tap normed": {"last": "final norm"},
+}
+
+
 @pytest.fixture(scope="session")
-def drafts(world: World) -> dict[str, Draft]:
-    """Over-fitted drafts: a plain and an EAGLE-3.1 one, both good, and two that were trained wrongly."""
-    return {
-        "good": world.train(),
-        "3.1": world.train(fc_norm=True, norm_output=True),
-        "wrong teacher": world.train(learn="no final norm"),
-        "last tap normed": world.train(last="final norm"),
-    }
+def drafts(world: World):
+    """`drafts[kind]` is an over-fitted draft, made when it is first asked for: a plain and an EAGLE-3.1 one, both good,
+    and two that were trained wrongly."""
+
+    class Drafts(dict):
+        def __missing__(self, kind: str) -> Draft:
+            self[kind] = world.train(**KINDS[kind])
+            return self[kind]
+
+    return Drafts()
 
 
 @pytest.fixture(scope="session")

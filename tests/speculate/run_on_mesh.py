@@ -11,11 +11,13 @@ import jax
 import numpy as np
 
 import eagle3_jax as e3
+from eagle3_jax.cli.main import main as eagle3
 from eagle3_jax.serving.engine import Engine
 from eagle3_jax.serving.requests import Request, Settings
 from eagle3_jax.sharding import Placement, parse_mesh
 from eagle3_jax.speculate.generate import begin, strategies_of
 from eagle3_jax.speculate.round import speculate
+from tests.cli.tiny_target import read_rows, write_prompts, write_tiny_target
 from tests.models.test_loading import memory, write_shards
 from tests.tiny import random_draft, write_target
 
@@ -104,6 +106,26 @@ def engine(target: e3.Target, draft: e3.Draft, expected: list) -> dict:
     return {"same": same, "compiled": len(compiled) - before}
 
 
+def commands(root: Path) -> dict:
+    """Whether `data generate` and `doctor` find on two devices what they find on one."""
+    folder = write_tiny_target(root / "talking")
+    one = e3.load_target(folder, "float32")
+    e3.save_draft(random_draft(one, taps=(0, 1, 2), d2t=range(0, one.config.vocab_size, 2)), root / "draft")
+    prompts = write_prompts(root / "prompts.jsonl", [[letter * 3] for letter in "abcdefghijkl"])
+    rows, found = [], []
+    for number, mesh in enumerate(([], ["--mesh", "tensor=2"])):
+        out, file = root / f"{number}.jsonl", root / f"{number}.json"
+        common = ["--target", folder, "--dtype", "float32", *mesh]
+        options = ["--prompts", prompts, "--out", out, "--max-new-tokens", 16, "--slots", 4]
+        done = eagle3([str(part) for part in ("data", "generate", *common, *options)])
+        rows.append(read_rows(out))
+        options = ["--draft", root / "draft", "--data", root / "0.jsonl", "--json", file]
+        told = eagle3([str(part) for part in ("doctor", *common, *options)])
+        content = json.loads(file.read_text())
+        found.append([done, told, *(content[key] for key in ("declared", "best", "accuracy_declared", "status"))])
+    return {"rows": rows[0] == rows[1], "doctor": found[0] == found[1], "codes": [each[0] for each in found]}
+
+
 def main(part: str, root: Path) -> dict:
     jax.monitoring.register_event_duration_secs_listener(count)
     folder = write_target(root / "target", seed=4, num_hidden_layers=1, **SMALL)
@@ -119,7 +141,7 @@ def main(part: str, root: Path) -> dict:
     meshes = ("tensor=4", "tensor=8", "fsdp=2,tensor=2")
     pairs = {mesh: compare(folder, draft, expected, mesh, CASES) for mesh in meshes}
     target = e3.load_target(folder, "float32", mesh="tensor=2")
-    return {"pairs": pairs, "engine": engine(target, draft.bind(target), quick[0])}
+    return {"pairs": pairs, "engine": engine(target, draft.bind(target), quick[0]), "commands": commands(root)}
 
 
 if __name__ == "__main__":

@@ -48,12 +48,13 @@ def test_loading_onto_a_mesh_needs_less_than_one_shard_beside_the_parts(found) -
 
 
 @pytest.mark.slow
-def test_every_strategy_uneven_heads_and_an_engine(tmp_path) -> None:
+def test_every_strategy_uneven_heads_an_engine_and_commands(tmp_path) -> None:
     found = run_on_mesh("all", tmp_path)
     for pair in found["pairs"].values():
         check_pair(pair)
     assert found["pairs"]["tensor=4"]["cache"] == []  # two key/value heads
     assert found["engine"] == {"same": True, "compiled": 0}
+    assert found["commands"] == {"rows": True, "doctor": True, "codes": [0, 0]}
 
 
 @pytest.mark.parametrize(
