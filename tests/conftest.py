@@ -120,7 +120,6 @@ EXTENDED = (
     "tests/training/test_parity.py::test_a_single_request_too",
     "tests/training/test_parity.py::test_an_answer_that_ends_has_the_same_rounds[1]",
     "tests/training/test_parity.py::test_walk_and_drafts_are_those_of_generate[1]",
-    "tests/training/test_parity.py::test_walk_and_drafts_are_those_of_generate[1]",
     "tests/training/test_parity.py::test_walk_and_drafts_are_those_of_generate[3]",
     "tests/training/test_sharding.py::test_eight_devices_in_two_processes_are_one_device",
     "tests/training/test_sharding.py::test_two_processes_keep_to_one_clock_and_one_of_them_generates",
