@@ -44,10 +44,10 @@ def visit(
 
     arranged = jax.tree.map(arrange, tokens)
 
-    def work(i: Int[Array, ""]) -> tuple[Any, Any]:
+    def work(i: Int[Array, ""] | int) -> tuple[Any, Any]:
         return function(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size, 1), arranged))
 
-    def step(i: Int[Array, ""], so_far: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(i: Int[Array, ""] | int, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
         results, sums = work(i)
         put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, i * size, 1)  # noqa: E731
         return jax.tree.map(put, so_far[0], results), jax.tree.map(jnp.add, so_far[1], sums)
