@@ -76,7 +76,7 @@ def _json_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 def _parse(raw: bytes, where: str, hint: str) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
     except (json.JSONDecodeError, RecursionError) as error:

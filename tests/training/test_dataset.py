@@ -132,7 +132,8 @@ def test_duplicates_sources_and_leaks_are_told(world, tmp_path) -> None:
     assert (kept.duplicates, kept.dropped, dropped.duplicates, dropped.dropped) == (1, 0, 1, 1)
     assert kept.sources == ["rows.jsonl", "b", "rows.jsonl", "rows.jsonl"]
     assert dropped.sources == ["rows.jsonl", "b", "rows.jsonl"] and len(dropped.items) == 3
-    warnings = data_warnings(kept, pack_documents(kept.items, 8, path), dropped)
+    warnings = data_warnings(kept, pack_documents(kept.items, 8, path), dropped, 3)
     assert "1 of 4 documents have nothing supervised" in warnings[0]
-    assert "3 of 3 held-out documents are also in the training data" in warnings[1]
-    assert not data_warnings(dropped, pack_documents(dropped.items[:2], 8, path), Documents([], []))
+    assert "7 documents are longer than the target's context of 3 tokens" in warnings[1]
+    assert "3 of 3 held-out documents are also in the training data" in warnings[2]
+    assert not data_warnings(dropped, pack_documents(dropped.items[:2], 8, path), Documents([], []), 4)
