@@ -12,6 +12,7 @@ from eagle3_jax.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 class _Strict(BaseModel):
@@ -62,8 +63,8 @@ class DataConfig(_Strict):
     chat_template: variables for the target's chat template, such as {enable_thinking: false}; serve with the same.
     """
 
-    train: str | list[str]
-    heldout: str | list[str]
+    train: Name | Annotated[list[Name], Field(min_length=1)]
+    heldout: Name | Annotated[list[Name], Field(min_length=1)]
     length: Annotated[int, Field(ge=8)] = 2048
     overlong: Literal["cut", "drop"] = "cut"
     duplicates: Literal["keep", "drop"] = "keep"
@@ -82,7 +83,7 @@ class DraftShape(_Strict):
 
     taps: Literal["paper"] | list[int] = "paper"
     vocab_size: Positive = 32000
-    num_layers: Positive = 1
+    num_layers: Annotated[int, Field(ge=1, le=64)] = 1
     intermediate_size: Positive | None = None
     initialise: Literal["random", "last_block"] = "random"
     last_tap_scale: Annotated[float, Field(gt=0)] = 1.0
@@ -165,7 +166,7 @@ class TrainingConfig(_Strict):
     features: Literal["online", "ram"] = "online"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     target_hub_id: str | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     checkpoint_every: Positive = 200
     keep_checkpoints: Positive = 1
     evaluate_every: Positive = 100

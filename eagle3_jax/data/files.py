@@ -47,8 +47,8 @@ def is_hub(path: str | Path) -> bool:
 
 
 def _require_file(path: str | Path) -> None:
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file")
+    if not os.path.isfile(path):  # which is False for names that are none, too
+        raise UserError(f"{path}: {'no regular file' if os.path.exists(path) else 'no such file'}")
     if not os.access(path, os.R_OK):
         raise UserError(f"{path}: no permission to read it")
 

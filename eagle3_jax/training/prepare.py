@@ -101,6 +101,8 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     )
     for warning in data_warnings(documents, packed, heldout_documents, target.config.max_positions):
         say(f"warning: {warning}")
+    if (rows := config.training.batch_rows) > report.rows:
+        say(f"warning: training.batch_rows is {rows}, there are {report.rows} rows: the rest of each step is padding")
     if draft.facts["verifier"]["name_or_path"] is None:
         say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
     kept = {key: draft.params[key] for key in frozen_parts(config) if key in draft.params}

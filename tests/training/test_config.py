@@ -93,6 +93,9 @@ def test_bad_overrides(load, override, words) -> None:
         ("training.seed=-1", "training.seed"),
         ("name=../up", "name"),
         ("data.train=", "data.train"),
+        ("data.train=''", "data.train"),
+        ("data.heldout=[]", "data.heldout"),
+        ("training.seed=99999999999999999999", "training.seed"),
     ],
 )
 def test_wrong_values_name_their_key(load, override, words) -> None:

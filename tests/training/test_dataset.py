@@ -110,6 +110,10 @@ def test_files_without_usable_data(world, tmp_path, rows) -> None:
 def test_a_missing_file_is_named(world, tmp_path) -> None:
     with pytest.raises(UserError, match=r"absent\.jsonl: no such file"):
         read_documents(str(tmp_path / "absent.jsonl"), world.target)
+    with pytest.raises(UserError, match="no such file"):
+        read_documents("x" * 5000, world.target)
+    with pytest.raises(UserError, match="/dev/null: no regular file"):
+        read_documents("/dev/null", world.target)
 
 
 def test_nothing_supervised_is_an_error_that_names_the_file(world, tmp_path) -> None:
