@@ -85,8 +85,16 @@ def test_a_dry_run_begins_nothing(eagle3, config, tmp_path) -> None:
     # Masters and two moments: what is held at the least, and what a checkpoint is.
     assert disk["checkpoint"] == 12 * parameters["draft_trained"]
     assert memory["peak"] > disk["checkpoint"] + 4 * parameters["target"] and memory["features_in_host_memory"] > 0
+    assert figures["memory_of_process"] > memory["peak"]
     assert time["steps"] == 4 and time["seconds"] > 2 * time["seconds_a_step"] > 0
-    for word in ("parameters: ", "data: 3 rows of 96", "memory per device: ", "disk: ", "time: 4 steps of "):
+    for word in (
+        "parameters: ",
+        "data: 3 rows of 96",
+        "memory per device: ",
+        "memory of this process: ",
+        "disk: ",
+        "time: 4 steps of ",
+    ):
         assert word in result.out
 
 

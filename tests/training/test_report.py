@@ -86,6 +86,12 @@ def test_the_page_of_an_unfinished_run_with_a_torn_line_and_hostile_names(traine
     text = (run / "report.html").read_text()
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert "unfinished, at step 3" in Page(text).text and "<script" not in text
+    for name, content in (("metrics.jsonl", '{"step": 1}\n'), ("provenance.json", "[]"), ("samples.json", "{}")):
+        before = (run / name).read_text() if (run / name).exists() else "[]"
+        (run / name).write_text(content)
+        with pytest.raises(UserError, match=f"{name}(:1: not the metrics| is damaged)"):
+            write_report(run)
+        (run / name).write_text(before)
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="no step"):
         write_report(run)
