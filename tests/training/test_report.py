@@ -108,6 +108,10 @@ def test_charts_keep_to_their_frame() -> None:
     places = np.array([list(map(float, pair.split(","))) for pair in coordinates])
     assert places.min() >= 0 and places[:, 0].max() <= 540 and places[:, 1].max() <= 250
     assert line_chart("empty", [Series("a", [], [], "c0")], "step") == "" and "nan" not in svg.lower()
+    ends = line_chart("t", [Series(str(i), [0, 1], [9.0, 0.0], "c0") for i in range(4)], "step")
+    places = sorted(float(y) for y in re.findall(r'class="end" x="[^"]+" y="([^"]+)"', ends))
+    assert places[-1] < 250 - 25 and min(np.diff(places)) >= 12.9  # above the numbers of the axis, and apart
+    assert line_chart("nothing finite", [Series("a", [1], [float("nan")], "c0")], "step") == ""
     assert "<svg" in line_chart("flat", [Series("a", [1, 2], [3.0, 3.0], "c0")], "step")
 
 

@@ -31,7 +31,7 @@ def write_report(folder: Path) -> Path:
         _tables(steps, result),
         _data(provenance),
         _samples(samples),
-        _provenance(provenance, config.read_text(encoding="utf-8") if config.exists() else ""),
+        _provenance(provenance, config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""),
     ]
     title = html.escape(f"{folder.name}: EAGLE-3 training")
     page = (
@@ -93,8 +93,10 @@ def _summary(name: str, steps: list[dict[str, Any]], provenance: dict[str, Any],
     tiles.append(("steps", f"{last['step']:,}", f"{last['epoch']:.2f} passes over the data"))
     tokens = sum(row["tokens_per_second"] * row["seconds"] for row in steps)
     tiles.append(("tokens trained", f"{tokens:,.0f}", f"{tokens / max(seconds, 1e-9):,.0f} a second"))
-    wait = sum(row.get("wait", 0.0) for row in steps) / max(seconds, 1e-9)
-    tiles.append(("time of steps", _duration(seconds), f"{wait:.2%} of it waiting for data; evaluation not counted"))
+    note = "evaluation not counted"
+    if all("wait" in row for row in steps):
+        note = f"{sum(row['wait'] for row in steps) / max(seconds, 1e-9):.2%} of it waiting for data; {note}"
+    tiles.append(("time of steps", _duration(seconds), note))
     cells = "".join(
         f'<div class="tile"><span>{label}</span><b>{value}</b><small>{html.escape(note)}</small></div>'
         for label, value, note in tiles
