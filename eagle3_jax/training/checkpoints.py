@@ -116,13 +116,7 @@ class Checkpoints:
                 )
             restore = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, template))
             state = self._manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:  # the last two: facts of another type
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, AssertionError):
                 raise
             words = " ".join(str(error).split())
