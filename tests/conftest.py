@@ -3,6 +3,7 @@
 Run all with `make test`, some with `.venv/bin/python -m pytest tests/test_taps.py -k order`.
 """
 
+import gc
 import importlib.util
 import os
 import signal
@@ -136,6 +137,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(EXTENDED):
             item.add_marker(pytest.mark.extended)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections of garbage need not go through it again and again."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
