@@ -62,6 +62,13 @@ def _order(folder: Folder) -> list[str]:
     return [f"silent: captures taps in ascending order, {sorted(points)}, but fc was trained on {points}"]
 
 
+def _last_output(folder: Folder) -> list[str]:
+    last, reads_aux = folder.num_layers, folder.draft.config.use_aux_hidden_state
+    if not (folder.taps_known and reads_aux and last in folder.draft.taps):
+        return []
+    return [f"older versions capture inputs of blocks only: the last block's output (tap {last}) needs a newer one"]
+
+
 def _vllm(folder: Folder) -> list[str]:
     draft, found = folder.draft, []
     if folder.top_ids is None and draft.config.use_aux_hidden_state:
@@ -78,6 +85,7 @@ def _vllm(folder: Folder) -> list[str]:
         found.append(f"older versions build fc for 3 taps and fail to load this one with {count}")
     if 0 in draft.taps.points and folder.taps_known:
         found.append("older versions capture before blocks only from 1 on: the embedding (tap 0) needs a newer one")
+    found += _last_output(folder)
     late = [flag for flag in folder.flags if flag != "norm_before_residual"]
     if late:
         found.append(f"silent in older versions, which drop {', '.join(late)}")
@@ -103,6 +111,7 @@ def _sglang(folder: Folder) -> list[str]:
             f"ids {folder.nested_ids}: the older version adds one to each, the newer (May 2026) takes them as they "
             "are, since the first is not 1"
         )
+    found += _last_output(folder)
     found += _order(folder)
     if any(name.startswith("layers.0.") for name in folder.names):
         found.append("silent in older versions, which know midlayer.* only and ignore layers.0.* / convert --to sglang")

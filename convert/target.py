@@ -9,6 +9,7 @@ import numpy as np
 from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models import gguf
+from eagle3_jax.models.families.text_parts import lifted
 from eagle3_jax.models.target import resolve
 from eagle3_jax.models.weights import read_json, read_tensors, safetensors_files
 
@@ -49,6 +50,7 @@ def target_facts(path: str) -> TargetFacts:
     place = resolve(path)
     raw: dict[str, Any] = gguf.gguf_config(place) if place.suffix == ".gguf" else read_json(place / "config.json")
     architectures = tuple(raw.get("architectures") or ["LlamaForCausalLM"])
+    raw = lifted(raw, ())
     raw = raw.get("text_config") or raw
     missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if not isinstance(raw.get(key), int)]
     if missing:

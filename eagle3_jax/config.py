@@ -5,17 +5,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from eagle3_jax.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_switch_is_no_number(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("true and false are no values of it")
+        return value
 
 
 class TargetConfig(_Strict):
@@ -55,8 +63,8 @@ class DataConfig(_Strict):
     chat_template: variables for the target's chat template, such as {enable_thinking: false}; serve with the same.
     """
 
-    train: str | list[str]
-    heldout: str | list[str]
+    train: Name | Annotated[list[Name], Field(min_length=1)]
+    heldout: Name | Annotated[list[Name], Field(min_length=1)]
     length: Annotated[int, Field(ge=8)] = 2048
     overlong: Literal["cut", "drop"] = "cut"
     duplicates: Literal["keep", "drop"] = "keep"
@@ -75,7 +83,7 @@ class DraftShape(_Strict):
 
     taps: Literal["paper"] | list[int] = "paper"
     vocab_size: Positive = 32000
-    num_layers: Positive = 1
+    num_layers: Annotated[int, Field(ge=1, le=64)] = 1
     intermediate_size: Positive | None = None
     initialise: Literal["random", "last_block"] = "random"
     last_tap_scale: Annotated[float, Field(gt=0)] = 1.0
@@ -158,7 +166,7 @@ class TrainingConfig(_Strict):
     features: Literal["online", "ram"] = "online"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     target_hub_id: str | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     checkpoint_every: Positive = 200
     keep_checkpoints: Positive = 1
     evaluate_every: Positive = 100
@@ -246,7 +254,7 @@ def fill_in(before: dict[str, Any], section: type[BaseModel] = Config, prefix: s
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Reads a YAML config and applies `a.b=c` overrides (values in YAML syntax). Raises UserError on any fault."""
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        raw = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the config / {path} / {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -263,6 +271,27 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raise UserError(f"{_first_fault(error)} / {path}") from error
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without keys that occur twice, of which YAML takes the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of YAML text. Raises yaml.YAMLError, also for a key that occurs twice."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("nested too deep") from error
+
+
 def _override(raw: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
@@ -273,7 +302,7 @@ def _override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(raw, dict):
             raise UserError(f"override {override!r}: {part} is a value, not a section")
     try:
-        raw[last] = yaml.safe_load(value)
+        raw[last] = parse_yaml(value)
     except yaml.YAMLError as error:
         raise UserError(f"override {override!r}: the value is not valid YAML") from error
 

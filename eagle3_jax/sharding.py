@@ -9,7 +9,9 @@
 A dimension that does not divide evenly stays whole on every device. XLA puts in the communication.
 """
 
+import hashlib
 import math
+import pickle
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -322,6 +324,46 @@ def to_host(tree: Any) -> Any:
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def shared(action: Callable[[Any], Any], items: list, what: str) -> list:
+    """[action(item) for item in items], of which each process computes a share and gets the rest from the others; all
+    must ask at the same point.
+
+    Raises UserError, naming `what` the items are, if the processes do not have the same ones.
+    """
+    processes, own = jax.process_count(), jax.process_index()
+    results = [action(item) for item in items[own::processes]]
+    if processes == 1:
+        return results
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode())
+    found = [pickle.loads(share) for share in _from_all(pickle.dumps((digest.digest(), results)))]
+    differing = [process for process, (theirs, _) in enumerate(found) if theirs != found[0][0]]
+    if differing:
+        raise UserError(f"processes 0 and {differing[0]} do not read the same / {what} / copy it there again")
+    results = [None] * len(items)
+    for process, (_, theirs) in enumerate(found):
+        results[process::processes] = theirs
+    return results
+
+
+def _from_all(own: bytes, part: int = 1 << 26) -> list[bytes]:
+    """What each process has, on every process. It goes through the memory of devices, `part` bytes at a time."""
+    from jax.experimental import multihost_utils
+
+    def gathered(equally_long: bytes) -> list[bytes]:
+        array = multihost_utils.process_allgather(np.frombuffer(equally_long, np.uint8))
+        return [theirs.tobytes() for theirs in np.asarray(array)]
+
+    sizes = [int.from_bytes(size) for size in gathered(len(own).to_bytes(8))]
+    longest = max(sizes)
+    parts = [
+        gathered(own[begin : begin + part].ljust(min(part, longest - begin), b"\0"))
+        for begin in range(0, longest, part)
+    ]
+    return [b"".join(theirs)[:size] for theirs, size in zip(zip(*parts, strict=True), sizes, strict=True)]
 
 
 def any_process(flag: bool) -> bool:

@@ -102,6 +102,7 @@ EXTENDED = (
     "tests/speculate/test_controller.py::test_never_much_slower_than_plain_and_as_fast_as_the_best[None-8-accelerator]",
     "tests/speculate/test_controller.py::test_never_much_slower_than_plain_and_as_fast_as_the_best[None-8-cpu]",
     "tests/speculate/test_controller.py::test_never_much_slower_than_plain_and_as_fast_as_the_best[trained1",
+    "tests/speculate/test_controller.py::test_whatever_they_are_wrong_by",
     "tests/speculate/test_distribution.py::test_at_each_setting_with_drafts_of_every_quality",
     "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[chain:2-sampled drafts]",
     "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[chain:2-point masses]",

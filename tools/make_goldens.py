@@ -42,7 +42,10 @@ TWO_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 # model_type, and what differs from COMMON
 CASES = {
     "llama_tiny": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "head_dim": 12}),
-    "mistral_tiny": ("mistral", {"sliding_window": 5, "head_dim": 12, "tie_word_embeddings": True}),
+    "mistral_tiny": (
+        "mistral",
+        {"sliding_window": 5, "head_dim": 12, "hidden_act": "relu2", "tie_word_embeddings": True},
+    ),
     "qwen2_tiny": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3_tiny": (
         "qwen3",
@@ -68,7 +71,10 @@ CASES = {
         "smollm3",
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6, "attention_bias": True},
     ),
-    "olmo2_tiny": ("olmo2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 2.0}}),
+    "olmo2_tiny": (
+        "olmo2",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 2.0}, "hidden_act": "quick_gelu"},
+    ),
     "olmo3_tiny": (
         "olmo3",
         {"sliding_window": 5, "layer_types": TWO_KINDS, "attention_bias": True, "tie_word_embeddings": True}
@@ -81,20 +87,21 @@ CASES = {
     ),
     "deepseek_tiny": (
         "deepseek_v3",
-        {"q_lora_rank": 10, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "attention_bias": True}
+        {"q_lora_rank": 10, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "attention_bias": True}
         | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, **LATENT, **SPARSE},
     ),
     "deepseek_plain_tiny": (
         "deepseek_v3",
-        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "norm_topk_prob": False}
-        | {"rope_interleave": False, **LATENT, **SPARSE},
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 0, "norm_topk_prob": False}
+        | {"rope_interleave": False, **LATENT, **SPARSE, "first_k_dense_replace": 0},
     ),
 }
 
 
 def random_model(kind: str, changes: dict) -> torch.nn.Module:
     config = AutoConfig.for_model(kind, **COMMON | changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, **plain).float().eval()
     torch.manual_seed(0)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

@@ -47,8 +47,8 @@ def is_hub(path: str | Path) -> bool:
 
 
 def _require_file(path: str | Path) -> None:
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file")
+    if not os.path.isfile(path):  # which is False for names that are none, too
+        raise UserError(f"{path}: {'no regular file' if os.path.exists(path) else 'no such file'}")
     if not os.access(path, os.R_OK):
         raise UserError(f"{path}: no permission to read it")
 
@@ -76,7 +76,7 @@ def _json_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 def _parse(raw: bytes, where: str, hint: str) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
     except (json.JSONDecodeError, RecursionError) as error:

@@ -58,6 +58,10 @@ def pack(documents: Sequence[Document], length: int, drop_overlong: bool = False
     overlong = {i for i, (ids, _) in enumerate(documents) if len(ids) > length}
     left_out = overlong if drop_overlong else set()
     kept = [i for i, (_, mask) in enumerate(documents) if mask[:length].any() and i not in left_out]
+    if left_out and not kept:
+        raise UserError(
+            f"nothing to train on: documents longer than {length} tokens are left out, no other is supervised"
+        )
     if not kept:
         raise UserError(
             f"nothing to train on: none of {len(documents)} documents has a supervised token in its first {length} "

@@ -105,8 +105,10 @@ def _replacements(points: tuple[int, ...], num_layers: int) -> Iterable[tuple[in
 
 
 def _ropes(own: RopeConfig, target: RopeConfig) -> list[RopeConfig]:
-    """The target's rotation, the own one without scaling, and the thetas that systems fall back on."""
+    """The target's rotation (but for LongRoPE, which no draft has), the own one without scaling, and the thetas that
+    systems fall back on."""
     as_target = dataclasses.replace(target, head_dim=own.head_dim, max_positions=own.max_positions)
     plain = dataclasses.replace(own, kind="default", scaling=())
     thetas = dict.fromkeys((own.theta, target.theta, *_THETAS))
-    return [as_target, *(dataclasses.replace(r, theta=theta) for r in (plain, own) for theta in thetas)]
+    others = [] if target.kind == "longrope" else [as_target]
+    return [*others, *(dataclasses.replace(r, theta=theta) for r in (plain, own) for theta in thetas)]

@@ -68,6 +68,7 @@ _DEFAULTS = {
         "head_dim": 128,
         "max_position_embeddings": 32768,
         "use_sliding_window": False,
+        "sliding_window": 4096,
     },
 }
 

@@ -134,7 +134,10 @@ _ACTIVATIONS = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_fast": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }

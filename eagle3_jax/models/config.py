@@ -11,69 +11,22 @@ from eagle3_jax.models.rope import RopeConfig, rope_from_hf
 
 # Keys that change no number we compute: training facts, file facts, generation defaults.
 _HARMLESS = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "initializer_range",
-        "attention_dropout",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "auto_map",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "chunk_size",
-        "hidden_dropout",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_implementation",
-        "is_llama_config",
-        "hub_id",
-        "max_window_layers",
-        "cache_implementation",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "use_return_dict",
-        "quantization_config",
-    ]
+    ("architectures", "model_type", "is_llama_config", "auto_map", "hub_id", "dtype", "torch_dtype")
+    + ("transformers_version", "quantization_config", "attn_implementation", "use_cache", "cache_implementation")
+    + ("chunk_size", "max_window_layers", "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop")
+    + ("embd_pdrop", "output_router_logits", "router_aux_loss_coef", "bos_token_id", "eos_token_id", "pad_token_id")
+    + ("id2label", "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict")
+    + ("use_return_dict",)
 )
 _READ = frozenset(
-    [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "tie_word_embeddings",
-        "attention_bias",
-        "mlp_bias",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "partial_rotary_factor",
-        "pretraining_tp",
-        "sliding_window",
-        "use_sliding_window",
-        "layer_types",
-        "rope_interleaved",
-        "original_max_position_embeddings",
-    ]
+    ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    + ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings")
+    + ("tie_word_embeddings", "attention_bias", "mlp_bias", "pretraining_tp", "rope_parameters", "rope_scaling")
+    + ("rope_theta", "partial_rotary_factor", "rope_interleaved", "original_max_position_embeddings")
+    + ("sliding_window", "use_sliding_window", "layer_types")
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = ("silu", "swish", "relu", "relu2", "quick_gelu", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True)
@@ -97,6 +50,14 @@ class ExpertsConfig:
     scaling: float = 1.0
     alpha: float = 1.702
     limit: float = 7.0
+
+    def __post_init__(self):
+        reach = self.count // self.groups * self.groups_kept
+        if self.groups_kept > self.groups or self.per_token > reach:
+            raise UserError(
+                f"config.json sends a token through {self.per_token} of {self.count} experts in {self.groups_kept} of "
+                f"{self.groups} groups / num_experts_per_tok and topk_group cannot be more than there are"
+            )
 
 
 @dataclass(frozen=True)
@@ -260,16 +221,17 @@ def decoder_config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def counts(config: dict[str, Any], where: str, *keys: str) -> None:
-    """UserError unless all of these keys hold positive integers."""
-    wrong = [f"{key} {config.get(key)!r}" for key in keys if type(config.get(key)) is not int or config[key] < 1]
+def counts(config: dict[str, Any], where: str, *keys: str, least: int = 1) -> None:
+    """UserError unless all of these keys hold integers, no lower than `least`."""
+    wrong = [f"{key} {config.get(key)!r}" for key in keys if type(config.get(key)) is not int or config[key] < least]
     if wrong:
-        raise UserError(f"{where} has {', '.join(wrong)} / they must be positive integers")
+        raise UserError(f"{where} has {', '.join(wrong)} / they must be integers from {least} on")
 
 
-def positive_numbers(config: dict[str, Any], where: str, *keys: str) -> None:
-    """UserError unless each of these keys holds a positive number or null."""
-    wrong = [f"{k} {v!r}" for k in keys if (v := config.get(k)) is not None and (type(v) not in (int, float) or v <= 0)]
+def positive_numbers(config: dict[str, Any], where: str, *keys: str, or_null: bool = False) -> None:
+    """UserError unless each of these keys holds a positive number, or null where that may be."""
+    values = {key: config.get(key) for key in keys if not (or_null and config.get(key) is None)}
+    wrong = [f"{key} {value!r}" for key, value in values.items() if type(value) not in (int, float) or value <= 0]
     if wrong:
         raise UserError(f"{where} has {', '.join(wrong)} / they must be positive numbers")
 
@@ -279,7 +241,7 @@ def _windows(config: dict[str, Any], where: str) -> tuple[int | None, ...]:
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     kinds = config.get("layer_types") or []
     if not kinds and window and config.get("model_type") == "qwen3":
-        kinds = kinds_from_layer(config, config.get("max_window_layers", 28))
+        kinds = kinds_from_layer(config, where)
     if window and not kinds:
         raise UserError(
             f"{where} has sliding_window {window} but no layer_types, so some servers use it and some do not / "
@@ -288,8 +250,11 @@ def _windows(config: dict[str, Any], where: str) -> tuple[int | None, ...]:
     return windows_of(config, where, kinds, window)
 
 
-def kinds_from_layer(config: dict[str, Any], first: int) -> list[str]:
-    """Layer types of Qwen: full attention up to layer `first`, a window from there on."""
+def kinds_from_layer(config: dict[str, Any], where: str) -> list[str]:
+    """Layer types of Qwen: full attention up to layer max_window_layers, a window from there on."""
+    config = {"max_window_layers": 28} | config
+    counts(config, where, "max_window_layers", least=0)
+    first = config["max_window_layers"]
     return [SLIDING if layer >= first else FULL for layer in range(config["num_hidden_layers"])]
 
 

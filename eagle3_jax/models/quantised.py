@@ -18,7 +18,7 @@ from eagle3_jax.models.weights import TensorFiles, read_json
 # What lies beside a quantised `X.weight` and is used up with it, or concerns activations and caches only.
 _COMPANIONS = (
     *(".weight_scale_inv", ".weight_scale", ".weight_zero_point", ".SCB", ".weight_format"),
-    *(".input_scale", ".output_scale", ".k_scale", ".v_scale", "_scales"),
+    *(".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", "_scales"),
 )
 # Files in which some tools state the quantisation that config.json does not.
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}

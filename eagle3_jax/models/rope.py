@@ -213,7 +213,7 @@ def _yarn(rope: RopeConfig, plain: Array) -> Array:
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = jnp.clip((jnp.arange(dim // 2, dtype=jnp.float32) - low) / (max(high - low, 0) or 0.001), 0, 1)
+    ramp = jnp.clip((jnp.arange(dim // 2, dtype=jnp.float32) - low) / (high - low or 0.001), 0, 1)
     return plain / rope.get("factor") * ramp + plain * (1 - ramp)
 
 

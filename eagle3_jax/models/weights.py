@@ -196,6 +196,9 @@ def fill(
         if tuple(array.shape) != shape:
             raise UserError(f"{name} has shape {list(array.shape)}, the config says {list(shape)} / {where}")
         own = jnp.float32 if name.endswith(tuple(float32)) else jnp.int8 if array.dtype == jnp.int8 else dtype
+        if name in arrays and (not entry or entry[0] in entries.get(name, entry)):
+            part = f"{name}{entry}" if entry else name
+            raise UserError(f"{part} comes twice, under two names / {where} / remove one of them")
         if not entry:
             arrays[name] = placement.parameter(name, array, own)
             continue

@@ -11,10 +11,11 @@ from eagle3_jax.data.foreign import identify
 from eagle3_jax.data.foreign.masks import with_masks
 from eagle3_jax.data.foreign.sample import Sample
 from eagle3_jax.data.packing import Packed, pack
-from eagle3_jax.data.records import TokenRow, read_records
+from eagle3_jax.data.records import Record, TokenRow, read_records
 from eagle3_jax.data.template import DEFAULT, ChatOptions, Document, tokenise
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
+from eagle3_jax.sharding import shared
 from eagle3_jax.training.step import Batch
 
 
@@ -65,12 +66,17 @@ def read_documents(
     records = [r for file in files for r in read_records(file)]
     chats = any(not isinstance(record, TokenRow) for record in records)
     tokenizer = target.require_tokenizer() if chats else None
-    items, sources, refusals, seen, duplicates = [], [], [], set(), 0
-    for record in records:
+
+    def tokenised(record: Record) -> list[Document] | str:
         try:
-            documents = tokenise(tokenizer, record, target.config.vocab_size, options)
+            return tokenise(tokenizer, record, target.config.vocab_size, options)
         except UserError as error:
-            refusals.append(str(error))
+            return str(error)
+
+    items, sources, refusals, seen, duplicates = [], [], [], set(), 0
+    for record, documents in zip(records, shared(tokenised, records, ", ".join(files)), strict=True):
+        if isinstance(documents, str):
+            refusals.append(documents)
             continue
         for ids, mask in documents:
             known = hashlib.sha256(ids.tobytes() + mask.tobytes()).digest()
@@ -110,13 +116,19 @@ def pack_documents(
         raise UserError(f"{error} / {where}") from error
 
 
-def data_warnings(documents: Documents, packed: Packed, heldout: Documents) -> list[str]:
-    """What is likely a mistake in the data, in words."""
+def data_warnings(documents: Documents, packed: Packed, heldout: Documents, context: int) -> list[str]:
+    """What is likely a mistake in the data, in words. context: tokens of a document that the target is made for."""
     report, warnings = packed.report, []
     if report.unsupervised_documents > 0.1 * report.documents:
         warnings.append(
             f"{report.unsupervised_documents} of {report.documents} documents have nothing supervised / does the chat "
             "template fit the data? / eagle3 data preview shows it"
+        )
+    length = packed.input_ids.shape[1]
+    beyond = sum(min(len(ids), length) > context for ids, _ in (*documents.items, *heldout.items))
+    if beyond:
+        warnings.append(
+            f"{beyond} documents are longer than the target's context of {context} tokens / lower data.length to it"
         )
     seen = {ids.tobytes() for ids, _ in documents.items}
     leaked = sum(ids.tobytes() in seen for ids, _ in heldout.items)

@@ -50,10 +50,11 @@ def evaluation_prompts(
     first answers of held-out rows; those that leave no room for an answer are left out.
 
     Read before training, so that a mistake is not found after it. Raises UserError for a file that cannot be read or
-    has no prompt with room.
+    has no prompt with room, and for a strategy that is none.
     """
     if not config.count:
         return []
+    parse_strategy(config.strategy)
     room = target.config.max_positions - config.max_new_tokens
     if config.prompts is None:
         found = _before_answers(heldout)

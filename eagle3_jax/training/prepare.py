@@ -69,7 +69,7 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     run.checkpoints = Checkpoints(folder / "checkpoints", facts, config.training.keep_checkpoints)
     if run.checkpoints.latest is None and is_main():
         covered = coverage(run.heldout_documents.items, run.draft.d2t)
-        run_folder.write_provenance(folder, config, run.target, run.train, run.documents, covered, init_from)
+        run_folder.write_provenance(folder, config, run.target, run.draft, run.train, run.documents, covered, init_from)
     return run
 
 
@@ -99,8 +99,10 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
         f"supervised, {documents.words()}; "
         f"the draft vocabulary covers {coverage(heldout_documents.items, draft.d2t):.1%} of held-out tokens"
     )
-    for warning in data_warnings(documents, packed, heldout_documents):
+    for warning in data_warnings(documents, packed, heldout_documents, target.config.max_positions):
         say(f"warning: {warning}")
+    if (rows := config.training.batch_rows) > report.rows:
+        say(f"warning: training.batch_rows is {rows}, there are {report.rows} rows: the rest of each step is padding")
     if draft.facts["verifier"]["name_or_path"] is None:
         say("warning: the export will name no verifier, so servers must be told it / set training.target_hub_id")
     kept = {key: draft.params[key] for key in frozen_parts(config) if key in draft.params}

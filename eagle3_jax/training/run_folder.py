@@ -17,8 +17,9 @@ import jax
 import numpy as np
 import yaml
 
-from eagle3_jax.config import Config, fill_in
+from eagle3_jax.config import Config, fill_in, parse_yaml
 from eagle3_jax.data.files import is_hub
+from eagle3_jax.draft.config import NORM_FLAGS
 from eagle3_jax.errors import UserError
 from eagle3_jax.files import write_whole
 
@@ -30,12 +31,19 @@ def check(
 
     A run of an older version goes on: the keys that its config lacks are taken at their defaults, which `say` is told.
     """
-    stored = folder / "config.yaml"
-    if not stored.exists():
+    try:
+        found = sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"cannot use the run folder / {folder} / {error.strerror or error}") from error
+    if "config.yaml" not in found:
+        if kept := [name for name in found if not name.startswith(".")]:
+            raise UserError(f"{folder} holds {kept[0]}, and no config.yaml of a run / choose another name")
         return None
     if not resume:
         raise UserError(f"{folder} exists already / pass --resume to go on with it or choose another name")
-    before = yaml.safe_load(stored.read_text(encoding="utf-8"))
+    before = _read(folder / "config.yaml", parse_yaml)
     now, added = plain(config), fill_in(before)
     for config_of in (before, now):  # a run may go on with other devices and trackers
         for key in ("mesh", "tracking"):
@@ -44,7 +52,13 @@ def check(
         raise UserError(f"{folder} was begun with another config ({differing}) / choose another name")
     if added:
         say(f"{folder} was begun before there was {', '.join(added)}: taken at the default, which trains as it did")
-    return read_result(folder) if (folder / "result.json").exists() else None
+    if "result.json" not in found:
+        return None
+    if "export" not in found:
+        raise UserError(
+            f"{folder} is finished, but its export is gone / remove its result.json, and --resume writes it"
+        )
+    return read_result(folder)
 
 
 def begin(folder: Path, config: Config) -> None:
@@ -58,12 +72,9 @@ def begin(folder: Path, config: Config) -> None:
 
 def init_from(folder: Path, given: str | None) -> str | None:
     """The draft that a run starts from: as given, or, of a run that has begun, the one it began with."""
-    try:
-        before = json.loads((folder / "provenance.json").read_text(encoding="utf-8")).get("init_from")
-    except FileNotFoundError:
+    if not (folder / "provenance.json").exists():
         return given
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"cannot read {folder / 'provenance.json'} / {error} / choose another name") from error
+    before = _read(folder / "provenance.json").get("init_from")
     if given is not None and given != before:
         raise UserError(f"{folder} was begun with --init-from {before}, not {given} / leave it out, or another name")
     return before
@@ -83,10 +94,19 @@ def require_room(folder: Path, checkpoint: int, keep: int) -> None:
 
 def read_result(folder: Path) -> dict[str, Any]:
     """result.json of a finished run."""
+    return _read(folder / "result.json")
+
+
+def _read(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    """What a file of a run holds. UserError if it cannot be read, or is damaged."""
     try:
-        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"no finished run in {folder} / {error}") from error
+        content = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot read {path} / {reason} / restore it, or choose another name") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it holds no mapping / restore it, or choose another name")
+    return content
 
 
 def plain(config: Config) -> dict[str, Any]:
@@ -106,8 +126,8 @@ def _differing(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> str:
     return ""
 
 
-def write_provenance(folder: Path, config: Config, target, packed, documents, covered: float, init_from) -> None:
-    """Command, versions, commit, machine, target, data and first draft of the run."""
+def write_provenance(folder: Path, config: Config, target, draft, packed, documents, covered: float, init_from) -> None:
+    """Command, versions, commit, machine, target, wiring, data and first draft of the run."""
     files = [config.data.train] if isinstance(config.data.train, str) else config.data.train
     write_json(
         folder / "provenance.json",
@@ -118,6 +138,13 @@ def write_provenance(folder: Path, config: Config, target, packed, documents, co
             "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax", "optax", "numpy")},
             "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "device": str(jax.devices()[0])},
             "target": {"path": target.path, "fingerprint": target.fingerprint},
+            "wiring": {
+                "taps": list(draft.taps),
+                "words": draft.taps.words(target.num_layers),
+                "norms": [flag for flag in NORM_FLAGS if getattr(draft.config, flag)],
+                "draft_vocabulary": draft.config.draft_vocab_size,
+                "target_vocabulary": target.config.vocab_size,
+            },
             "data": {file: "of the hub" if is_hub(file) else _digest(Path(file)) for file in files},
             "packing": vars(packed.report),
             "statistics": statistics(documents) | {"coverage": round(covered, 5)},
@@ -179,6 +206,13 @@ def write_text(path: Path, text: str) -> None:
         raise UserError(f"cannot write {path} / {error.strerror or error} / free space, --resume") from error
 
 
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} / {error} / restore it, or remove it") from error
+
+
 class Metrics:
     """metrics.jsonl, one line a step. On resume, lines after the restored step (and a torn one) are dropped."""
 
@@ -188,13 +222,12 @@ class Metrics:
             return
         kept = []
         if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in _lines(path):
                 try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
+                    if json.loads(line)["step"] > step:
+                        break
+                except (ValueError, KeyError, TypeError):
                     break  # the line a killed run was writing; nothing follows it
-                if row["step"] > step:
-                    break
                 kept.append(line)
         write_text(path, "".join(line + "\n" for line in kept))
 

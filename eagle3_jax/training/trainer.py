@@ -147,9 +147,8 @@ def _loop(
                 "learning_rate": float(rate) * run.config.optimiser.learning_rate
             }
             if not math.isfinite(metrics["loss"]):
-                raise UserError(
-                    f"loss is {metrics['loss']} at step {step} / {folder} / lower the learning rate, --resume"
-                )
+                cause = "begin another run at a lower learning rate" if step else "target or data are not finite"
+                raise UserError(f"loss is {metrics['loss']} at step {step} / {folder} / {cause}")
             now = time.perf_counter()
             seconds, of_features, elapsed = from_main(now - begin, of_features, now - began)
             if step > first:

@@ -3,7 +3,9 @@
 import json
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
+import jax
 import pytest
 import yaml
 
@@ -121,6 +123,7 @@ def test_ctrl_c_saves_and_exits_with_130(eagle3, config, tmp_path, monkeypatch) 
         (["--init-from", "absent"], "no such model"),
         (["--resumee"], "--resume"),
         (["--json", "absent/result.json"], "no folder absent"),
+        (["--json", "."], "is a folder"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_no_run(eagle3, config, tmp_path, monkeypatch, arguments, words) -> None:
@@ -129,6 +132,13 @@ def test_mistakes_are_one_line_and_leave_no_run(eagle3, config, tmp_path, monkey
     Path("unsupervised.jsonl").write_text(json.dumps({"input_ids": [3, 4, 5], "loss_mask": [0, 0, 0]}) + "\n")
     assert words in eagle3("train", "--config", config, *arguments).complaint
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 GiB\nmore of it")])
+def test_out_of_memory_is_one_line(eagle3, config, monkeypatch, error) -> None:
+    monkeypatch.setattr(trainer, "train_step", Mock(side_effect=error))
+    said = eagle3("train", "--config", config).err.splitlines()[-1]
+    assert said.startswith("eagle3: out of memory / ") and "lower training.batch_rows" in said
 
 
 def test_configs_that_cannot_be_read(eagle3, tmp_path) -> None:

@@ -92,13 +92,16 @@ def test_flags_that_are_ignored(tmp_path: Path, tiny_target) -> None:
     ("taps", "ids", "server", "sentence"),
     [
         ((4, 2, 6), [4, 2, 6], "vllm", "ascending order, .2, 4, 6., but fc was trained on .4, 2, 6."),
+        ((2, 4, 8), [2, 4, 8], "vllm", "the last block's output .tap 8. needs a newer one"),
         ((0, 3, 6), [0, 3, 6], "vllm", "the embedding .tap 0. needs a newer one"),
         ((2, 3, 5, 6), [2, 3, 5, 6], "vllm", "build fc for 3 taps and fail to load this one with 4"),
     ],
 )
-def test_taps_that_servers_capture_otherwise(tmp_path, tiny_target, taps, ids, server, sentence) -> None:
-    draft = random_draft(tiny_target, taps=taps)
-    found = inspect(write(tmp_path / "draft", draft, "speculators", eagle_aux_hidden_state_layer_ids=ids))
+def test_taps_that_servers_capture_otherwise(tmp_path, tiny_target, tiny_folder, taps, ids, server, sentence) -> None:
+    folder = write(
+        tmp_path / "draft", random_draft(tiny_target, taps=taps), "speculators", eagle_aux_hidden_state_layer_ids=ids
+    )
+    found = inspect(folder, target=target_facts(str(tiny_folder)))
     with pytest.raises(e3.UserError, match=sentence):
         raise e3.UserError(said(found, server))
 
@@ -148,6 +151,15 @@ def test_a_draft_of_fewer_positions_than_its_target(tmp_path: Path, tiny_draft, 
     for positions, warned in ((64, True), (128, False)):
         folder = write(tmp_path / str(positions), tiny_draft, "sglang", max_position_embeddings=positions)
         assert any("fail on longer prompts" in note for note in inspect(folder, target=target)["notes"]) == warned
+
+
+def test_sizes_that_a_text_config_leaves_out(tmp_path: Path) -> None:
+    text = {"model_type": "llama", "vocab_size": 32064}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlavaForConditionalGeneration"], "text_config": text})
+    )
+    facts = target_facts(str(tmp_path))
+    assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (32, 4096, 32064)
 
 
 def test_what_is_no_draft_is_one_line(tiny_folder: Path, capfd) -> None:

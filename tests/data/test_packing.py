@@ -91,3 +91,5 @@ def test_overlong_documents_are_left_out_on_request() -> None:
     assert (dropped.cut_documents, dropped.overlong_documents, dropped.dropped_documents) == (0, 1, 2)
     assert cut.unsupervised_documents == dropped.unsupervised_documents == 1
     assert dropped.supervised_tokens == 4 + 2
+    with pytest.raises(UserError, match="documents longer than 8 tokens are left out"):
+        pack(documents[1:2], 8, drop_overlong=True)

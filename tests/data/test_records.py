@@ -167,6 +167,8 @@ def test_gzipped_files_are_read_and_torn_ones_refused(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"input_ids": [1, 2], "loss_mask": [0, 1]}\n' * 50)
     file.write_bytes(whole)
     assert len(read_records(file)) == 50
+    file.with_suffix("").write_bytes(b'\xef\xbb\xbf{"input_ids": [1, 2], "loss_mask": [0, 1]}\r\n')  # a byte order mark
+    assert len(read_records(file.with_suffix(""))) == 1
     for broken in (whole[:-12], b"{}\n", whole[:30] + b"\x00\xff" * 20 + whole[30:]):
         file.write_bytes(broken)
         with pytest.raises(UserError, match="rows.jsonl.gz: not a whole gzip file"):

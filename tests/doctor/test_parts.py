@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eagle3_jax.doctor.candidates import tap_candidates
+from eagle3_jax.doctor.candidates import network_candidates, tap_candidates
 from eagle3_jax.doctor.fix import repairable
 from eagle3_jax.doctor.measure import Measured, effective_clusters, slots_of
 from eagle3_jax.doctor.opening import Opened, readings
@@ -14,6 +14,7 @@ from eagle3_jax.doctor.search import SIGNIFICANT, _decide
 from eagle3_jax.doctor.wiring import Wiring, with_config
 from eagle3_jax.draft.config import DraftConfig
 from eagle3_jax.models.config import decoder_config
+from eagle3_jax.models.rope import rope_from_hf
 from eagle3_jax.taps import TapSet
 from eagle3_jax.training.step import Batch
 from tests.tiny import target_config
@@ -86,6 +87,14 @@ def test_plausible_taps_are_among_the_candidates(declared, truth):
     assert wiring(*truth) in found
     assert len(set(found)) == len(found) and all(len(w.taps) == 3 for w in found)
     assert dataclasses.replace(wiring(*declared[:2], 61), last_normed=True) in found
+
+
+def test_a_longrope_of_the_target_is_no_candidate():
+    """Its factors, one a pair of the target's dimensions, may not even fit the draft's heads; no draft has them."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
+    long = rope_from_hf({"rope_parameters": {"rope_type": "longrope", "rope_theta": 7e3} | factors}, 8)
+    ropes = [w.config.decoder.rope for w in network_candidates(wiring(2, 4, 6), False, long)]
+    assert 7e3 in [rope.theta for rope in ropes] and {rope.kind for rope in ropes} == {"default"}
 
 
 def test_readings_of_a_map():

@@ -50,6 +50,14 @@ def test_keys_that_servers_read() -> None:
     assert raw["transformer_layer_config"]["num_hidden_layers"] == 1
 
 
+def test_a_window_that_a_file_leaves_out_is_that_of_its_class() -> None:
+    raw = written(config())
+    raw["transformer_layer_config"] |= {"model_type": "qwen3", "use_sliding_window": True}
+    assert draft_config_from_speculators(raw, "here").decoder.windows == ()  # from layer 28 on
+    raw["transformer_layer_config"]["layer_types"] = ["sliding_attention"]
+    assert draft_config_from_speculators(raw, "here").decoder.windows == (4096,)
+
+
 def test_missing_taps_are_refused_unless_given() -> None:
     raw = written(config())
     raw["eagle_aux_hidden_state_layer_ids"] = None

@@ -88,11 +88,11 @@ def test_llama3() -> None:
     assert_angles(rope, expected)
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-def test_yarn(truncate: bool) -> None:
-    numbers = {"factor": 4.0, "original_max_position_embeddings": 64, "truncate": truncate}
+@pytest.mark.parametrize(("window", "truncate"), [(64, True), (64, False), (4, False)])  # 4: the range is reversed
+def test_yarn(window: int, truncate: bool) -> None:
+    numbers = {"factor": 4.0, "original_max_position_embeddings": window, "truncate": truncate}
     rope = parse(rope_parameters={"rope_type": "yarn"} | numbers)
-    assert_angles(rope, yarn(4, 64, truncate=truncate), scale=0.1 * math.log(4) + 1)
+    assert_angles(rope, yarn(4, window, truncate=truncate), scale=0.1 * math.log(4) + 1)
 
 
 def test_yarn_options() -> None:

@@ -40,6 +40,17 @@ def test_rotary_buffers_and_ignored_names_are_passed_over() -> None:
         fill(SHAPES, extra.items(), None, "here")
 
 
+def test_a_tensor_that_comes_under_two_names_is_refused() -> None:
+    twice = [*tensors().items(), ("layers.0.bias", np.zeros(2, np.float32))]
+    with pytest.raises(UserError, match=r"layers\.0\.bias comes twice, under two names / here"):
+        fill(SHAPES, twice, None, "here")
+    row = np.zeros(3, np.float32)
+    whole = ("a", np.zeros((2, 3), np.float32))
+    for stacked in ([("a", row, 0), ("a", row, 1), ("a", row, 1)], [whole, ("a", row, 1)]):
+        with pytest.raises(UserError, match=r"a\[1\] comes twice"):
+            fill({"a": (2, 3)}, stacked, None, "here")
+
+
 def test_insert_makes_nested_dictionaries() -> None:
     tree: dict = {}
     insert(tree, "model.layers.10.weight", 1)

@@ -242,6 +242,7 @@ def test_cors_is_off_unless_asked_for(server):
         answer = HTTP.request("OPTIONS", other[0] + "/v1/completions", headers=origin | asked)
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "http://elsewhere"
         assert "access-control-allow-origin" not in get(other[0] + "/health", headers={"Origin": "http://x"}).headers
+        assert "retry-after" in get(other[0] + "/health", headers=origin).headers["access-control-expose-headers"]
 
 
 FAILURES = {

@@ -81,6 +81,8 @@ def test_bad_overrides(load, override, words) -> None:
     [
         ("training.epochs=three", "training.epochs"),
         ("training.epochs=0", "training.epochs"),
+        ("training.epochs=true", "training.epochs"),
+        ("optimiser.clip=false", "optimiser.clip"),
         ("training=7", "training"),
         ("draft.taps=middle", "draft.taps"),
         ("draft.taps=[one]", "draft.taps"),
@@ -91,6 +93,9 @@ def test_bad_overrides(load, override, words) -> None:
         ("training.seed=-1", "training.seed"),
         ("name=../up", "name"),
         ("data.train=", "data.train"),
+        ("data.train=''", "data.train"),
+        ("data.heldout=[]", "data.heldout"),
+        ("training.seed=99999999999999999999", "training.seed"),
     ],
 )
 def test_wrong_values_name_their_key(load, override, words) -> None:
@@ -110,6 +115,8 @@ def test_empty_files_and_lists_are_no_configs(load, text) -> None:
 def test_files_that_cannot_be_read(load, tmp_path) -> None:
     assert "not valid YAML" in complaint(load, "name: [x\ntarget: y")
     assert "UTF-8" in complaint(load, b"name: \xff\n")
+    assert "the key epochs twice" in complaint(load, SMALLEST + "training:\n  epochs: 1\n  epochs: 2\n")
+    assert "nested too deep" in complaint(load, "x: " + "[" * 5000)
     for path in (tmp_path / "absent.yaml", tmp_path):
         with pytest.raises(UserError, match="cannot read the config"):
             load_config(path)

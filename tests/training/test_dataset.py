@@ -110,6 +110,10 @@ def test_files_without_usable_data(world, tmp_path, rows) -> None:
 def test_a_missing_file_is_named(world, tmp_path) -> None:
     with pytest.raises(UserError, match=r"absent\.jsonl: no such file"):
         read_documents(str(tmp_path / "absent.jsonl"), world.target)
+    with pytest.raises(UserError, match="no such file"):
+        read_documents("x" * 5000, world.target)
+    with pytest.raises(UserError, match="/dev/null: no regular file"):
+        read_documents("/dev/null", world.target)
 
 
 def test_nothing_supervised_is_an_error_that_names_the_file(world, tmp_path) -> None:
@@ -132,7 +136,8 @@ def test_duplicates_sources_and_leaks_are_told(world, tmp_path) -> None:
     assert (kept.duplicates, kept.dropped, dropped.duplicates, dropped.dropped) == (1, 0, 1, 1)
     assert kept.sources == ["rows.jsonl", "b", "rows.jsonl", "rows.jsonl"]
     assert dropped.sources == ["rows.jsonl", "b", "rows.jsonl"] and len(dropped.items) == 3
-    warnings = data_warnings(kept, pack_documents(kept.items, 8, path), dropped)
+    warnings = data_warnings(kept, pack_documents(kept.items, 8, path), dropped, 3)
     assert "1 of 4 documents have nothing supervised" in warnings[0]
-    assert "3 of 3 held-out documents are also in the training data" in warnings[1]
-    assert not data_warnings(dropped, pack_documents(dropped.items[:2], 8, path), Documents([], []))
+    assert "7 documents are longer than the target's context of 3 tokens" in warnings[1]
+    assert "3 of 3 held-out documents are also in the training data" in warnings[2]
+    assert not data_warnings(dropped, pack_documents(dropped.items[:2], 8, path), Documents([], []), 4)

@@ -31,6 +31,9 @@ def test_random_weights(world) -> None:
         if "norm" in name:
             np.testing.assert_array_equal(value, 1.0)
         else:
+            if name.endswith(("fc.weight", "o_proj.weight", "down_proj.weight")):  # what writes to the state
+                weight = np.abs(target["model"]["norm"]["weight"])
+                value = value * np.maximum(weight / np.median(weight), 0.01)[:, None]
             assert np.std(value) == pytest.approx(1 / np.sqrt(value.shape[1]), rel=0.15)
     np.testing.assert_array_equal(draft.params["norm"]["weight"], target["model"]["norm"]["weight"])
     np.testing.assert_array_equal(draft.params["lm_head"]["weight"], target["lm_head"]["weight"][D2T])

@@ -53,7 +53,17 @@ def test_the_page_stands_alone_and_shows_the_run(world, trained) -> None:
     assert page.fetched == []
     result, steps = json.loads((trained / "result.json").read_text()), read_metrics(trained)
     best = max(row["heldout"]["simulated_tau"] for row in steps if "heldout" in row)
-    for words in (f"{best:.3f}", "finished", str(world.folder), "train.jsonl", "Held-out answers", "learning_rate"):
+    read = "[block 1 input, block 2 input, tap 4 = last block output before the final norm]"
+    for words in (
+        f"{best:.3f}",
+        read,
+        "waiting for data",
+        "finished",
+        str(world.folder),
+        "train.jsonl",
+        "Held-out answers",
+        "learning_rate",
+    ):
         assert words in page.text, words
     assert f"{result['supervised_tokens']:,}" in page.text
     for chart in (
@@ -141,6 +151,8 @@ def test_prompts_without_room_for_an_answer(world, tmp_path, monkeypatch) -> Non
     room, heldout = target.config.max_positions, pack([(np.arange(3, 9, dtype=np.int32), np.arange(6) > 3)], 16)
     with pytest.raises(UserError, match=f"no prompt of the first 8 is at most 9 tokens long, .*{room} / {prompts}"):
         evaluation_prompts(EvaluationConfig(prompts=str(prompts), max_new_tokens=room - 9), target, heldout, {})
+    with pytest.raises(UserError, match="strategy 'chain:0' is not known"):
+        evaluation_prompts(EvaluationConfig(strategy="chain:0"), target, heldout, {})
     assert evaluation_prompts(EvaluationConfig(prompts="absent", count=0), target, heldout, {}) == []
     assert evaluation_prompts(EvaluationConfig(max_new_tokens=8), target, heldout, {}) == [[3, 4, 5, 6]]
 

@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -14,10 +16,11 @@ import yaml
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from eagle3_jax import sharding
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.weights import abstract_params
-from eagle3_jax.sharding import PARAMETERS, make_mesh, spec
+from eagle3_jax.sharding import PARAMETERS, make_mesh, shared, spec
 from eagle3_jax.training import run_folder, trainer
 from tests.training.conftest import read_metrics
 
@@ -60,6 +63,33 @@ def test_mistakes_are_one_line(world, tmp_path) -> None:
     assert make_mesh(None, 1, 1) is None
 
 
+def test_work_is_shared_and_its_results_come_back_in_order(monkeypatch) -> None:
+    """Two threads as two processes, which meet where processes would exchange bytes."""
+    said, meeting, here = [b"", b""], threading.Barrier(2, timeout=60), threading.local()
+
+    def exchange(own: bytes) -> list[bytes]:
+        said[here.index] = own
+        meeting.wait()
+        return list(said)
+
+    monkeypatch.setattr(sharding, "_from_all", exchange)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: here.index)
+
+    def process(index: int, items: list[str]) -> tuple[list[str], list[str]]:
+        here.index, done = index, []
+        return shared(lambda item: done.append(item) or item.upper(), items, "letters"), done
+
+    with ThreadPoolExecutor(2) as both:
+        assert list(both.map(process, (0, 1), [list("abcde")] * 2)) == [
+            (list("ABCDE"), list("ace")),
+            (list("ABCDE"), list("bd")),
+        ]
+        for running in [both.submit(process, 0, list("abc")), both.submit(process, 1, list("abd"))]:
+            with pytest.raises(UserError, match="processes 0 and 1 do not read the same / letters"):
+                running.result()
+
+
 def _mesh(**sizes):
     from eagle3_jax.config import MeshConfig
 
@@ -70,13 +100,18 @@ def _mesh(**sizes):
 def test_eight_devices_in_two_processes_are_one_device(world, tmp_path) -> None:
     """Two processes of four devices, over gloo: data 2 x fsdp 2 x tensor 2. They stop after half of the run; one
     device goes on. The losses are those of one device all the way, to float32 tolerance."""
+    refused = tmp_path / "refused.jsonl"
+    refused.write_text('{"input_ids": [99], "loss_mask": [1]}\n')
     sections = {"training": {"batch_rows": 4, "epochs": 2, "evaluate_every": 2, "checkpoint_every": 2}}
+    sections["data"] = {"train": [str(refused), world.few]}
     alone, shared = world.config(tmp_path, "alone", **sections), world.config(tmp_path, "shared", **sections)
     trainer.train(alone, target=world.target)
     expected = read_metrics(alone.run_dir)
     codes, said = two_processes(STOP_AFTER_TWO, shared, tmp_path, 4, "mesh.fsdp=2", "mesh.tensor=2")
     assert codes == [130, 130], said
     assert "stopped at step 2 of 4" in said[0]
+    # Of 17 and 8 records each process has tokenised its half.
+    assert "tokenised 13" in said[0] and "tokenised 12" in said[1] and "1 rows refused" in said[0]
     config = yaml.safe_load((shared.run_dir / "config.yaml").read_text())
     assert config["mesh"] == {"data": None, "fsdp": 2, "tensor": 2}
     said = []
@@ -143,14 +178,17 @@ sys.exit(main(sys.argv[1:]))
 STOP_AFTER_TWO = """
 import os, signal, sys
 from eagle3_jax.cli.main import main
-from eagle3_jax.training import trainer
+from eagle3_jax.training import dataset, trainer
 import jax
-make_batch, calls = trainer.make_batch, []
+make_batch, calls, tokenise, records = trainer.make_batch, [], dataset.tokenise, []
 def counted(*arguments):
     calls.append(0)
     if len(calls) == 2 and jax.process_index() == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return make_batch(*arguments)
 trainer.make_batch = counted
-sys.exit(main(sys.argv[1:]))
+dataset.tokenise = lambda *arguments: records.append(0) or tokenise(*arguments)
+code = main(sys.argv[1:])
+print("tokenised", len(records), file=sys.stderr)
+sys.exit(code)
 """

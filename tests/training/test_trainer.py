@@ -163,6 +163,50 @@ def test_another_config_is_refused_and_names_the_key(world, trained, section, ch
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.yaml", "", "is damaged: it holds no mapping"),
+        ("config.yaml", "- a\n", "is damaged: it holds no mapping"),
+        ("config.yaml", "a: [", "cannot read"),
+        ("config.yaml", None, "holds checkpoints, and no config.yaml of a run"),
+        ("provenance.json", "[]", "is damaged"),
+        ("provenance.json", "{", "cannot read"),
+        ("result.json", "[]", "is damaged"),
+        ("export", None, "its export is gone"),
+    ],
+)
+def test_a_damaged_run_folder_is_one_line(world, tmp_path, name, content, words) -> None:
+    config = world.config(tmp_path)
+    run_folder.begin(config.run_dir, config)
+    for folder in ("checkpoints", "export"):
+        (config.run_dir / folder).mkdir()
+    if name != "provenance.json":
+        (config.run_dir / "result.json").write_text("{}")
+    if content is not None:
+        (config.run_dir / name).write_text(content)
+    elif name == "export":
+        (config.run_dir / name).rmdir()
+    else:
+        (config.run_dir / name).unlink()
+    before = sorted(config.run_dir.iterdir())
+    with pytest.raises(UserError, match=words) as error:
+        train(world, config, resume=True)
+    assert "\n" not in str(error.value) and sorted(config.run_dir.iterdir()) == before
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(world, tmp_path, monkeypatch) -> None:
+    real = trainer.train_step
+
+    def train_step(*arguments):
+        state, outcome = real(*arguments)
+        return state, outcome._replace(loss=np.float32(np.nan))
+
+    monkeypatch.setattr(trainer, "train_step", train_step)
+    with pytest.raises(UserError, match="loss is nan at step 0 / .* / target or data are not finite"):
+        train(world, world.config(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("sections", "error"),
     [
         ({"draft": {"taps": [1, 2, 5]}}, e3.WiringError),
@@ -359,6 +403,15 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_at_once(world, tmp_p
     with pytest.raises(UserError, match="checkpoints need .* GB are free"):
         train(world, world.config(tmp_path))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_evaluation_is_the_same_run(world, tmp_path, uninterrupted) -> None:
+    config = world.config(tmp_path, training={"evaluate_every": 1000, "checkpoint_every": 1000})
+    train(world, config)
+    losses = [[row["loss_by_step"] for row in untimed(run)] for run in (config.run_dir, uninterrupted)]
+    assert losses[0] == losses[1]
+    for got, expected in zip(final_state(config.run_dir), final_state(uninterrupted), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("what", ["data", "target"])

@@ -3,6 +3,7 @@
 One module a format. What a file is follows from its content, never from its name; `open_sample` finds out.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -19,7 +20,7 @@ _SIDE_FILES = re.compile(r"token_freq.*\.pt|(d2t|t2d|vocab_mapping).*\.pt")
 
 def is_stored(path: str | Path) -> bool:
     """Whether a path names stored features (a folder, or a file with one of their endings) and not JSONL."""
-    return Path(path).is_dir() or str(path).endswith(SUFFIXES)
+    return os.path.isdir(path) or str(path).endswith(SUFFIXES)
 
 
 def sample_files(path: str | Path) -> list[Path]:

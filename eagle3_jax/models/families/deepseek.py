@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -17,9 +18,10 @@ from eagle3_jax.models.experts import Mixture, stacked
 from eagle3_jax.models.family import Family, Placed, Stored
 from eagle3_jax.models.rope import rotate
 
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave")
-ROUTING = ("n_routed_experts", "num_local_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
-ROUTING += ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace")
+SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts")
+SIZES += ("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
+OPTIONS = ("q_lora_rank", "rope_interleave", "num_local_experts", "n_shared_experts", "norm_topk_prob")
+OPTIONS += ("routed_scaling_factor", "first_k_dense_replace")
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}  # written, and never another value
 TRAINING = ("num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "aux_loss_alpha", "qk_head_dim")
 DEFAULTS = {
@@ -106,28 +108,23 @@ def read(raw: dict[str, Any], where: str) -> DecoderConfig:
     for key, value in FIXED.items():
         if raw.get(key, value) != value:
             raise UserError(f"{where} has {key} {raw[key]!r} / only {value!r} is supported, that of DeepSeek V3")
-    numbers = (
-        *LATENT[1:5],
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "n_group",
-        "topk_group",
-    )
-    counts(raw, where, *numbers)
-    positive_numbers(raw, where, "routed_scaling_factor", "q_lora_rank", "n_shared_experts")
+    for key in ("n_shared_experts", "first_k_dense_replace"):
+        raw[key] = 0 if raw[key] is None else raw[key]
+    counts(raw, where, *SIZES, *["q_lora_rank"] * (raw["q_lora_rank"] is not None))
+    counts(raw, where, "n_shared_experts", "first_k_dense_replace", least=0)
+    positive_numbers(raw, where, "routed_scaling_factor")
     if raw.get("num_key_value_heads") not in (None, raw.get("num_attention_heads")):
         raise UserError(f"{where} has num_key_value_heads {raw['num_key_value_heads']} / MLA has one a query head")
     rope_dim, nope_dim = raw["qk_rope_head_dim"], raw["qk_nope_head_dim"]
     # head_dim in a file of this family is that of the rotation
-    base = common_config(raw | {"head_dim": rope_dim}, where, (*LATENT, *ROUTING, *FIXED, *TRAINING))
+    base = common_config(raw | {"head_dim": rope_dim}, where, (*SIZES, *OPTIONS, *FIXED, *TRAINING))
     experts = ExpertsConfig(
         count=raw["n_routed_experts"],
         per_token=raw["num_experts_per_tok"],
         hidden_size=raw["moe_intermediate_size"],
         normalise=bool(raw["norm_topk_prob"]),
-        dense_layers=tuple(range(min(raw["first_k_dense_replace"] or 0, base.num_layers))),
-        shared=raw["n_shared_experts"] or 0,
+        dense_layers=tuple(range(min(raw["first_k_dense_replace"], base.num_layers))),
+        shared=raw["n_shared_experts"],
         groups=raw["n_group"],
         groups_kept=raw["topk_group"],
         scaling=float(raw["routed_scaling_factor"]),
@@ -161,13 +158,14 @@ def block(config: DecoderConfig, layer: int) -> Block:
 
 
 def place(config: DecoderConfig, tensors: Stored) -> Placed:
-    """Experts stacked; the layers behind the last, which predict further tokens (MTP), are left out."""
+    """Experts stacked. Left out: the layers behind the last, which predict further tokens (MTP), and the empty kernels
+    that transformers stores for no shared experts."""
 
-    def kept(name: str) -> bool:
+    def kept(name: str, array: np.ndarray) -> bool:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return layer is None or int(layer[1]) < config.num_layers
+        return array.size > 0 and (layer is None or int(layer[1]) < config.num_layers)
 
-    return stacked(((name, array) for name, array in tensors if kept(name)), config.experts)
+    return stacked(((name, array) for name, array in tensors if kept(name, array)), config.experts)
 
 
 FAMILY = Family("DeepseekV3ForCausalLM", read, block, place, float32=("e_score_correction_bias",))

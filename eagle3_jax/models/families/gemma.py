@@ -57,7 +57,7 @@ class SandwichBlock(nnx.Module):
 
 def read_gemma2(raw: dict[str, Any], where: str) -> DecoderConfig:
     raw = GEMMA2_DEFAULTS | raw
-    positive_numbers(raw, where, "attn_logit_softcapping")
+    positive_numbers(raw, where, "attn_logit_softcapping", or_null=True)
     config = _read(raw, where, GEMMA2_KEYS, period=2)
     return dataclasses.replace(config, attention_softcap=raw["attn_logit_softcapping"])
 
@@ -75,7 +75,8 @@ def _read(raw: dict[str, Any], where: str, keys: tuple[str, ...], period: int, *
     if raw.get("use_bidirectional_attention"):
         raise UserError(f"{where} has use_bidirectional_attention / that is an embedding model, no causal one")
     base = common_config(raw, where, keys, **rope)
-    positive_numbers(raw, where, "query_pre_attn_scalar", "final_logit_softcapping")
+    positive_numbers(raw, where, "query_pre_attn_scalar")
+    positive_numbers(raw, where, "final_logit_softcapping", or_null=True)
     kinds = raw.get("layer_types") or kinds_by_period(raw, period)
     return dataclasses.replace(
         base,

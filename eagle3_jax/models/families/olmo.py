@@ -8,8 +8,17 @@ from typing import Any
 
 from flax import nnx
 
+from eagle3_jax.errors import UserError
 from eagle3_jax.models.blocks import MLP, Attention, RMSNorm, block_norm
-from eagle3_jax.models.config import FULL, DecoderConfig, common_config, kinds_by_period, ropes_by_kind, windows_of
+from eagle3_jax.models.config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    common_config,
+    kinds_by_period,
+    ropes_by_kind,
+    windows_of,
+)
 from eagle3_jax.models.family import Family
 
 DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -54,7 +63,13 @@ def read_olmo3(raw: dict[str, Any], where: str) -> DecoderConfig:
     raw = OLMO3_DEFAULTS | raw
     base = common_config(raw, where, layer_type=FULL, default_theta=OLMO3_THETA)
     windows = windows_of(raw, where, raw.get("layer_types") or kinds_by_period(raw, 4), raw["sliding_window"])
-    ropes = ropes_by_kind(raw, where, base.rope, windows, raw.get("rope_theta") or OLMO3_THETA)
+    theta, own = raw.get("rope_theta"), (raw.get("rope_parameters") or {}).get(SLIDING) or {}
+    if windows and theta not in (None, OLMO3_THETA) and "rope_theta" not in own:
+        raise UserError(
+            f"{where} has rope_theta {theta}, which transformers 4 takes for all layers and transformers 5 for those "
+            f"without a window only / give one in rope_parameters for each of {FULL} and {SLIDING}"
+        )
+    ropes = ropes_by_kind(raw, where, base.rope, windows, OLMO3_THETA)
     return dataclasses.replace(base, qk_norm=True, mlp_bias=False, windows=windows, layer_ropes=ropes)
 
 

@@ -14,7 +14,7 @@ QWEN3_DEFAULTS = QWEN2_DEFAULTS | {"head_dim": 128}
 def windows(raw: dict[str, Any], where: str) -> tuple[int | None, ...]:
     """use_sliding_window is off unless given; then layers from max_window_layers on have it."""
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    kinds = raw.get("layer_types") or (kinds_from_layer(raw, raw.get("max_window_layers", 28)) if window else [])
+    kinds = raw.get("layer_types") or (kinds_from_layer(raw, where) if window else [])
     return windows_of(raw, where, kinds, window)
 
 

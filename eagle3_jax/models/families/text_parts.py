@@ -28,7 +28,9 @@ def _sizes(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: 
     return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}
 
 
-_QWEN_VL = _sizes(152064, 8192, 29568, 80, 64) | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+_QWEN_VL = _sizes(152064, 8192, 29568, 80, 64)
+_QWEN_VL |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+_QWEN3_VL = _sizes(151936, 4096, 22016, 32, 32) | {"max_position_embeddings": 128000}
 TEXT_MODELS = {
     "gemma3_text": TextModel(gemma.GEMMA3, _sizes(262208, 2304, 9216, 26, 8)),
     "llama": TextModel(llama.FAMILY, _sizes(32000, 4096, 11008, 32, 32)),
@@ -36,7 +38,7 @@ TEXT_MODELS = {
     "qwen2": TextModel(qwen.QWEN2, _sizes(151936, 4096, 22016, 32, 32)),
     "qwen2_vl_text": TextModel(qwen.QWEN2, _QWEN_VL, 1e6),
     "qwen2_5_vl_text": TextModel(qwen.QWEN2, _QWEN_VL, 1e6),
-    "qwen3_vl_text": TextModel(qwen.QWEN3, _sizes(151936, 4096, 22016, 32, 32), 5e5),
+    "qwen3_vl_text": TextModel(qwen.QWEN3, _QWEN3_VL, 5e5),
 }
 # Architecture -> model_type of its text_config, should that not state it.
 WRAPPERS = {

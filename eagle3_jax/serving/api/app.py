@@ -48,7 +48,8 @@ def create_app(
     ]
     middleware = [Middleware(Traced)]
     if cors_origins:
-        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id"]}
+        shown = ["x-request-id", "retry-after"]
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": shown}
         middleware.append(Middleware(CORSMiddleware, allow_origins=list(cors_origins), **allowed))
     expected = (ApiError, UserError, QueueFull, EngineStopped, RecursionError, HTTPException)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(expected, error_response))

@@ -24,6 +24,7 @@ def write_report(folder: Path) -> Path:
     samples = _read(folder / "samples.json") or []
     body = [
         _summary(folder.name, steps, provenance, result),
+        _wiring(provenance, steps),
         _charts(steps),
         _tables(steps, result),
         _data(provenance),
@@ -79,7 +80,8 @@ def _summary(name: str, steps: list[dict[str, Any]], provenance: dict[str, Any],
     tiles.append(("steps", f"{last['step']:,}", f"{last['epoch']:.2f} passes over the data"))
     tokens = sum(row["tokens_per_second"] * row["seconds"] for row in steps)
     tiles.append(("tokens trained", f"{tokens:,.0f}", f"{tokens / max(seconds, 1e-9):,.0f} a second"))
-    tiles.append(("time of steps", _duration(seconds), "without loading and evaluation"))
+    wait = sum(row.get("wait", 0.0) for row in steps) / max(seconds, 1e-9)
+    tiles.append(("time of steps", _duration(seconds), f"{wait:.2%} of it waiting for data; evaluation not counted"))
     cells = "".join(
         f'<div class="tile"><span>{label}</span><b>{value}</b><small>{html.escape(note)}</small></div>'
         for label, value, note in tiles
@@ -93,6 +95,24 @@ def _summary(name: str, steps: list[dict[str, Any]], provenance: dict[str, Any],
         "accepted. <i>Simulated</i>: walked over held-out answers from the training graph, as serving would; "
         "<i>measured</i>: from real generation.</p>"
     )
+
+
+def _wiring(provenance: dict[str, Any], steps: list[dict[str, Any]]) -> str:
+    """What the draft reads, in words: training and serving must agree on it."""
+    wiring = provenance.get("wiring")
+    if not wiring:
+        return ""
+    norms, count = wiring["norms"], len(steps[0]["loss_by_step"])
+    fed_back = "after its norm (norm_output)" if "norm_output" in norms else "before its norm"
+    rows = [
+        ["states of the target that it reads, joined in this order", wiring["words"]],
+        ["the same as numbers (0 = embedding, k = input of block k)", str(wiring["taps"])],
+        ["norm flags that are on", ", ".join(norms) or "none"],
+        ["from one draft step to the next goes its output", fed_back],
+        ["draft steps trained", str(count)],
+        ["draft vocabulary", f"{wiring['draft_vocabulary']:,} of {wiring['target_vocabulary']:,} tokens"],
+    ]
+    return f"<h2>Wiring</h2>{_table('What the draft reads and says', ['', ''], rows)}"
 
 
 def _duration(seconds: float) -> str:
