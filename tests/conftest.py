@@ -120,7 +120,6 @@ EXTENDED = (
     "tests/speculate/test_slots.py::test_samples_are_the_requests_own",
     "tests/speculate/test_tree.py::test_after_rounds_both_caches_are_those_of_a_prefill_of_the_text[[",
     "tests/training/test_config.py::test_every_field_is_used",
-    "tests/training/test_features.py::test_a_run_with_ram_is_the_run_with_online",
     "tests/training/test_options.py::test_noise_on_the_features_is_that_of_the_seed_and_step",
     "tests/training/test_options.py::test_presets_run[eagle3.1]",
     "tests/training/test_options.py::test_presets_run[specforge]",
