@@ -32,6 +32,7 @@ def write(draft: Draft) -> tuple[dict[str, Any], Tensors]:
     refused = flat.unsupported(draft, _CANNOT)
     if refused:
         raise UserError(f"ModelOpt cannot express {', '.join(refused)} / convert to speculators")
+    sglang.check_ascending(draft.taps, "ModelOpt")
     eagle = {
         "eagle_aux_hidden_state_layer_ids": to_block_outputs(draft.taps),
         "use_aux_hidden_state": True,

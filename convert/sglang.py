@@ -34,8 +34,7 @@ def layer_ids(taps: TapSet, rule: str | None) -> list[int]:
     points = list(taps)
     if 0 in points:
         raise UserError(f"SGLang cannot capture the embedding, and the draft reads {taps.words()} / serve it elsewhere")
-    if points != sorted(points):
-        raise UserError(f"SGLang captures taps in ascending order, and the draft reads {points} / serve it elsewhere")
+    check_ascending(taps, "SGLang")
     outputs = to_block_outputs(taps)
     if points[0] == 2:
         return outputs
@@ -47,6 +46,14 @@ def layer_ids(taps: TapSet, rule: str | None) -> list[int]:
     if rule == "first-is-1" and points[0] == 1:
         raise UserError(f"SGLang's rule first-is-1 would read ids {points} as {[p + 1 for p in points]} / use always")
     return outputs if rule == "always" else points
+
+
+def check_ascending(taps: TapSet, system: str) -> None:
+    """UserError for taps in another order than the one in which a model is run through."""
+    if list(taps) != sorted(taps):
+        raise UserError(
+            f"{system} captures taps in ascending order, and the draft reads {list(taps)} / serve it elsewhere"
+        )
 
 
 def write(draft: Draft, rule: str | None = None) -> tuple[dict[str, Any], Tensors]:

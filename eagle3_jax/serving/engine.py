@@ -66,6 +66,7 @@ class Engine:
         self._scheduler = Scheduler(self._cache, settings.chunk)
         depth = self._strategies.depth
         self._controller = Controller(depth, trained_acceptance(draft)) if depth else None
+        self._steady: int | None = None  # for how many requests the newest round was, if nothing else ran since
         self._seconds = 1.0  # a request's running time, a moving average
         self._changed = threading.Condition()  # guards the next four
         self._inbox: list[Sequence] = []
@@ -227,9 +228,11 @@ class Engine:
             elif sequence.request.deadline is not None and now >= sequence.request.deadline:
                 self._end(sequence, "deadline")
         for sequence, place in self._scheduler.admit():
+            self._steady = None
             self._begin(sequence, place, now)
         match self._scheduler.next():
             case Chunk() as chunk:
+                self._steady = None
                 self._read(chunk)
             case Round() as round_:
                 self._round(round_)
@@ -258,11 +261,12 @@ class Engine:
         sequences = [sequence for sequence in round_.sequences if self._masked(sequence)]
         if not sequences:
             return
-        strategy = self._chosen(round_.strategy, len(sequences))
+        size = self._runner.bucket(len(sequences))
+        strategy = self._chosen(round_.strategy, size)
         scored = [sequence.request.logprobs is not None for sequence in sequences]
         everything = any(sequence.everything for sequence in sequences)
         try:
-            outcome = self._runner.round(strategy, [s.slot.row for s in sequences], scored, everything)
+            outcome, seconds = self._runner.round(strategy, [s.slot.row for s in sequences], scored, everything)
         except Exception as error:  # the compiler's, or no memory
             if strategy.text in self._strategies.at_start or not self._runner.intact:
                 raise
@@ -271,13 +275,13 @@ class Engine:
         accepted = outcome.accepted[: len(sequences)].tolist()
         if round_.strategy == AUTO:
             self._controller.observe(strategy, accepted)
+            self._runner.costs[size].ran(strategy, seconds if size == self._steady else None)
+            self._steady = size
         for i, sequence in enumerate(sequences):
             self._commit(sequence, outcome, i, strategy.text, accepted[i])
 
-    def _chosen(self, name: str, count: int) -> Strategy:
-        if name != AUTO:
-            return parse_strategy(name)
-        return self._controller.next(self._runner.costs[self._runner.bucket(count)])
+    def _chosen(self, name: str, size: int) -> Strategy:
+        return self._controller.next(self._runner.costs[size]) if name == AUTO else parse_strategy(name)
 
     def _give_up(self, strategy: Strategy, error: Exception) -> None:
         """Ends all requests of a strategy that only requests named and that cannot be run."""

@@ -13,6 +13,7 @@ nothing is compiled while serving.
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ from eagle3_jax.speculate.round import (
     read_unread,
     verify,
 )
+from eagle3_jax.speculate.round_costs import RoundCosts
 from eagle3_jax.speculate.sampling import choose, observe
 from eagle3_jax.speculate.scores import Scores, scores, sound
 from eagle3_jax.speculate.strategy import Strategy
@@ -90,7 +92,7 @@ class Runner:
         self._chunk = min(chunk, max_len)
         self.entries = max_len + slot_room(strategies)
         self._known = tuple(strategies)
-        self.costs: dict[int, dict[Strategy, float]] = {}
+        self.costs: dict[int, RoundCosts] = {}
         self._neutral = [True] * slots
         self._unread = np.zeros(slots + 1, np.int32)  # plain rounds of each slot that the draft has not read
         self._state = _empty(self.models, self.weights, target, draft, slots, self.entries)
@@ -111,7 +113,7 @@ class Runner:
                 for everything in (False, True):
                     self.round(strategy, [nowhere] * size, [everything] * size, everything)
             if len(self._known) > 1:
-                self.costs[size] = self._measure(size)
+                self.costs[size] = RoundCosts(self._measure(size))
 
     def _measure(self, size: int) -> dict[Strategy, float]:
         """What a greedy round of each strategy costs for `size` requests, the draft having read all that came before:
@@ -185,21 +187,27 @@ class Runner:
         self._unread[slot] = 0
         return jax.device_get(outcome)
 
-    def round(self, strategy: Strategy, slots: Sequence[int], scored: Sequence[bool], everything: bool) -> Outcome:
-        """One round for these slots. scored: who wants log probabilities. everything: anybody is not plainly greedy."""
+    def round(
+        self, strategy: Strategy, slots: Sequence[int], scored: Sequence[bool], everything: bool
+    ) -> tuple[Outcome, float | None]:
+        """One round for these slots, and its seconds, None if the draft had to catch up first. scored: who wants log
+        probabilities. everything: anybody is not plainly greedy."""
         size = self.bucket(len(slots))
         # A batch of all slots is in their order, so that no row of a cache is copied (see `cached_where`).
         places = list(slots) if size == self._slots and max(slots) < size else list(range(len(slots)))
         rows, wanted = np.full(size, self._slots, np.int32), np.zeros(size, bool)
         rows[places], wanted[places] = slots, scored
+        caught_up = self.models.draft is not None and must_catch_up(strategy, int(self._unread[slots].max()))
+        if caught_up:
+            self._catch_up(rows)
         if self.models.draft is not None:
-            if must_catch_up(strategy, int(self._unread[slots].max())):
-                self._catch_up(rows)
             self._unread[slots] += not strategy.depth
+        begun = time.perf_counter()
         self._state, verified = _verify(self.models, strategy, self.weights, self._state, rows)
         args = (self._state, verified, rows, wanted)
         self._state, outcome = _commit(self.models, strategy, everything, self.weights, *args)
-        return jax.tree.map(lambda x: x[places], jax.device_get(outcome))
+        outcome = jax.tree.map(lambda x: x[places], jax.device_get(outcome))
+        return outcome, None if caught_up else time.perf_counter() - begun
 
     def _catch_up(self, rows: np.ndarray) -> None:
         self._state = _catch_up(self.models, self.weights, self._state, rows)

@@ -2,8 +2,10 @@
 
     expected tokens of a round   1 + a1 + a1 a2 + ..., a_d: how often the draft token at depth d was right where the
                                  one before it was (as in training's conditional acceptance), lately
-    choice                       most expected tokens a second; plain decoding unless drafting gains 2 %
-    while plain                  now and then one round drafts, so that drafting can come back
+    choice                       most expected tokens a second; plain decoding unless drafting gains 5 %
+    trial                        now and then a strategy runs twice and then a plain round: so drafting can come back,
+                                 and what it costs is seen (`round_costs`). The strategy is the one that would be best
+                                 if its cost were less, by as much as is possible after so few comparisons
 
 A round has one strategy for all its requests, and their acceptance is counted together.
 """
@@ -14,13 +16,17 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from eagle3_jax.draft.draft import Draft
+from eagle3_jax.speculate.round_costs import RoundCosts
 from eagle3_jax.speculate.strategy import PLAIN, Strategy, parse_strategy
 
 Rates = Sequence[float]  # conditional acceptance by depth
 
 _MENU = ("plain", "chain:1", "chain:2", "chain:3", "chain:5", "tree:3x4x12")  # few: each is a compiled program
-_GAIN = 1.02  # what drafting must promise: costs are measured to a percent or two
-_PROBES = 0.005  # share of the time that probes may cost
+_GAIN = 1.05  # what drafting must promise: costs are known to some percent
+_WORTH = 1.02  # what a strategy must gain over the others to be compiled
+_TRIALS = 0.005  # share of the time that trials may cost
+_CHANGE = 0.1  # what a change from plain rounds to drafting costs beside, in plain rounds: the draft catches up
+_SOON = 2.0  # rounds between trials where drafting may be slower than plain decoding
 _MEMORY = 0.98  # weight of a count after one more: the last fifty decide
 _GUESS = 0.3  # acceptance before anything is known
 _PULL, _TRAINED = 2.0, 2.0  # counts that guesses and what training measured stand for
@@ -46,13 +52,18 @@ def expected_tokens(depth: int, rates: Rates) -> float:
     return 1.0 + sum(itertools.accumulate(rates[:depth], operator.mul))
 
 
-def choose(costs: Mapping[Strategy, float], acceptance: Mapping[Strategy, Rates]) -> Strategy:
-    """The strategy of the most tokens a second; plain if the best other one promises less than 2 % more.
+def choose(costs: Mapping[Strategy, float], tokens: Mapping[Strategy, float]) -> Strategy:
+    """The strategy of the most tokens a second; plain if the best other one promises less than 5 % more.
 
-    costs: of a round, in any unit. acceptance: of each strategy that drafts.
+    costs: of a round, in any unit. tokens: expected of a round of each strategy that drafts.
     """
-    best = best_drafting(costs, acceptance)
-    return best if _speed(best, costs, acceptance) > _GAIN / costs[PLAIN] else PLAIN
+    best = best_drafting(costs, tokens)
+    return best if tokens[best] / costs[best] > _GAIN / costs[PLAIN] else PLAIN
+
+
+def best_drafting(costs: Mapping[Strategy, float], tokens: Mapping[Strategy, float]) -> Strategy:
+    """The strategy of the most tokens a second among those that draft."""
+    return max(tokens, key=lambda s: tokens[s] / costs[s])
 
 
 def worthwhile(costs: Mapping[Strategy, float]) -> dict[Strategy, float]:
@@ -60,26 +71,31 @@ def worthwhile(costs: Mapping[Strategy, float]) -> dict[Strategy, float]:
     acceptance, the same at every depth. The rest need not be compiled."""
     kept = {PLAIN: costs[PLAIN]}
     for percent in range(_STEP, 100 + _STEP, _STEP):
-        acceptance = {s: [tree_rate(percent / 100, s)] * s.depth for s in costs}
-        speeds = {s: _speed(s, costs, acceptance) for s in costs}
+        speeds = {s: expected_tokens(s.depth, [tree_rate(percent / 100, s)] * s.depth) / costs[s] for s in costs}
         best = max(speeds, key=speeds.get)
-        if speeds[best] > _GAIN * max(speeds[s] for s in kept):
+        if speeds[best] > _WORTH * max(speeds[s] for s in kept):
             kept[best] = costs[best]
     return kept
 
 
-def best_drafting(costs: Mapping[Strategy, float], acceptance: Mapping[Strategy, Rates]) -> Strategy:
-    """The strategy of the most tokens a second among those that draft."""
-    return max(acceptance, key=lambda s: _speed(s, costs, acceptance))
+def next_trial(costs: RoundCosts, tokens: Mapping[Strategy, float], chosen: Strategy) -> tuple[Strategy, float]:
+    """What the next trial is to try, and rounds of the chosen strategy until then: so many that trials cost no more
+    than their share of the time. tokens: as for `choose`.
 
-
-def _speed(strategy: Strategy, costs: Mapping[Strategy, float], acceptance: Mapping[Strategy, Rates]) -> float:
-    return expected_tokens(strategy.depth, acceptance[strategy]) / costs[strategy]
-
-
-def probe_interval(costs: Mapping[Strategy, float], probe: Strategy) -> int:
-    """Plain rounds between two probes, so that they cost no more than their share of the time."""
-    return max(1, math.ceil((costs[probe] / costs[PLAIN] - 1) / _PROBES))
+    While plain: what would be best, earlier if it may be cheaper than known. While drafting: what would be best if it
+    were as cheap as it may be; but soon the chosen one, if plain decoding may be better for all that is known.
+    """
+    cheapest = {s: costs[s] / costs.doubt(s) for s in tokens}
+    if not chosen.depth:
+        tried = best_drafting(costs, tokens)
+        lost = max(0.0, costs[tried] - tokens[tried]) + max(0.0, cheapest[tried] - tokens[tried])
+    else:
+        speed = tokens[chosen] / costs[chosen]  # tokens in the time of a plain round
+        if speed < costs.doubt(chosen):
+            return chosen, _SOON
+        tried = best_drafting(cheapest, tokens)
+        lost = 2 * max(0.0, costs[tried] - tokens[tried] / speed) + (1 - 1 / speed)
+    return tried, (lost + _CHANGE) / _TRIALS / costs[chosen]
 
 
 def tree_rate(rate: float, strategy: Strategy) -> float:
@@ -93,9 +109,9 @@ class Controller:
     A rate is pulled a little towards that of the depth above, so that a depth that was hardly tried has the rate of
     what led to it. trained: `trained_acceptance`. depth: that of the deepest strategy.
 
-    Each round: `strategy = next(costs)`, then `observe(strategy, accepted)` with the counts of the running requests.
-    The latter may come a round late, where rounds are dispatched ahead. costs may be others each time, as they are for
-    another number of requests.
+    Each round: `strategy = next(costs)`, then `observe(strategy, accepted)` with the counts of the running requests,
+    and `costs.ran`. The latter two may come a round late, where rounds are dispatched ahead. costs may be others each
+    time, as they are for another number of requests.
     """
 
     def __init__(self, depth: int, trained: Rates | None = None):
@@ -104,8 +120,11 @@ class Controller:
         self._right = [rate * _TRAINED for rate in known] + padding
         self._tried = [_TRAINED] * len(known) + padding
         self._guess = known[0] if known else _GUESS
-        self._plain_rounds = 0 if known else math.inf  # nothing is known: the first round is a probe
-        self._break_even = 1.0  # tokens that the newest round must commit to be worth its time
+        self._rounds = 0 if known else math.inf  # since the last trial; nothing is known: begin with one
+        self._coming: list[Strategy] = []  # rounds that are chosen, the next one last
+        self._gains = 0.0  # tokens that rounds of a trial must commit to be better than plain ones
+        self._good = False  # all of them did so far
+        self._newest = None
 
     @property
     def rates(self) -> Rates:
@@ -116,24 +135,33 @@ class Controller:
             rates.append(above)
         return rates
 
-    def next(self, costs: Mapping[Strategy, float]) -> Strategy:
-        """The strategy of the next round. costs: of a round of each strategy that there is, in any unit."""
+    def next(self, costs: RoundCosts) -> Strategy:
+        """The strategy of the next round. costs: of each strategy that there is."""
+        if not self._coming:
+            self._choose(costs)
+        self._newest = self._coming.pop()
+        return self._newest
+
+    def _choose(self, costs: RoundCosts) -> None:
+        """Puts the next round, or those of a trial, into `_coming`."""
         if costs.keys() == {PLAIN}:
-            return PLAIN
+            self._coming = [PLAIN]
+            return
         rates = self.rates
-        acceptance = {s: [tree_rate(rate, s) for rate in rates] for s in costs if s.depth}
-        chosen = choose(costs, acceptance)
-        if not chosen.depth:
-            probe = best_drafting(costs, acceptance)
-            if self._plain_rounds >= probe_interval(costs, probe):
-                chosen = probe
-        self._break_even = costs[chosen] / costs[PLAIN]
-        return chosen
+        tokens = {s: expected_tokens(s.depth, [tree_rate(r, s) for r in rates[: s.depth]]) for s in costs if s.depth}
+        chosen = choose(costs, tokens)
+        tried, rounds = next_trial(costs, tokens, chosen)
+        if self._rounds < rounds and (chosen.depth or not self._good):  # after a good trial the next comes at once
+            self._coming = [chosen]
+            self._rounds, self._good = self._rounds + 1, False
+            return
+        # After a plain round the draft has to catch up, so that the time of the round after that counts.
+        self._coming = [PLAIN, tried, tried] if self._newest == PLAIN else [PLAIN, tried]
+        self._rounds, self._gains, self._good = 0, costs[tried], True
 
     def observe(self, strategy: Strategy, accepted: Sequence[int]) -> None:
         """What a round of `strategy` accepted, one number for each running request."""
         if not strategy.depth:
-            self._plain_rounds += 1
             return
         # Of what a tree got right, the likeliest token was right in this share.
         shares = [rate / tree_rate(rate, strategy) if rate else 1.0 for rate in self.rates]
@@ -141,5 +169,4 @@ class Controller:
             for d in range(min(count + 1, strategy.depth)):
                 self._right[d] = self._right[d] * _MEMORY + (shares[d] if count > d else 0.0)
                 self._tried[d] = self._tried[d] * _MEMORY + 1.0
-        if 1 + sum(accepted) / len(accepted) <= self._break_even:  # else, while plain, the next round is a probe again
-            self._plain_rounds = 0
+        self._good = self._good and 1 + sum(accepted) / len(accepted) > self._gains

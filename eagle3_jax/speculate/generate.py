@@ -25,7 +25,19 @@ from eagle3_jax.speculate.request import (
     spread,
     token_ids,
 )
-from eagle3_jax.speculate.round import UNREAD, Committed, Models, State, Weights, cache_room, next_round, prefill
+from eagle3_jax.speculate.round import (
+    UNREAD,
+    Committed,
+    Models,
+    State,
+    Weights,
+    cache_room,
+    must_catch_up,
+    next_round,
+    prefill,
+    programs,
+)
+from eagle3_jax.speculate.round_costs import RoundCosts
 from eagle3_jax.speculate.strategy import Strategy, parse_strategy, with_sampled_drafts
 
 
@@ -123,7 +135,8 @@ def generate(
     controller = Controller(depth, trained_acceptance(draft)) if len(strategies) > 1 else None
     costs = None
     if controller is not None and any(r.finish_reason is None for r in results):
-        costs, state = _costs(target, draft, models, weights, strategies, state)
+        kept, state = _costs(target, draft, models, weights, strategies, state)
+        costs = RoundCosts(kept)
 
     def choose() -> Strategy:
         return strategies[0] if controller is None else controller.next(costs)
@@ -131,11 +144,12 @@ def generate(
     rounds = _rounds(models, weights, state, choose, ahead=jax.default_backend() != "cpu")
     begun, waited = time.perf_counter(), 0.0
     while any(r.finish_reason is None for r in results):
-        shape, (tokens, accepted, drafts, finite), waiting = next(rounds)
+        shape, (tokens, accepted, drafts, finite), waiting, seconds = next(rounds)
         waited += waiting
         running = [i for i, result in enumerate(results) if result.finish_reason is None]
         if controller is not None:
             controller.observe(shape, accepted[running].tolist())
+            costs.ran(shape, seconds)
         for i in running:
             results[i].nonfinite_rounds += int(not finite[i])
             results[i].strategies.append(shape.text)
@@ -215,24 +229,37 @@ def _with_oracle(
     return state._replace(draft=state.draft._replace(oracle=models.placement.everywhere(jnp.asarray(known))))
 
 
+class Ran(NamedTuple):
+    """A round whose outcome is there. waited: seconds that the host waited for it. seconds: that the device took, from
+    when the round was dispatched, or the one before it was there if that was later; None where it did more in them, a
+    new program was compiled or the draft caught up."""
+
+    strategy: Strategy
+    outcome: Committed
+    waited: float
+    seconds: float | None
+
+
 def _rounds(
     models: Models, weights: Weights, state: State, choose: Callable[[], Strategy], ahead: bool
-) -> Iterator[tuple[Strategy, Committed, float]]:
-    """Outcomes of one round after the other, fetched, without end, each with the strategy that was chosen for it and
-    the seconds that the host waited for it.
+) -> Iterator[Ran]:
+    """One round after the other, without end.
 
     ahead: the next round is dispatched before an outcome is fetched, so that an accelerator need not wait for the host.
     Whoever stops asking leaves one round unused.
     """
-    dispatched: deque[tuple[Strategy, Committed]] = deque()
-    unread = 0
+    dispatched: deque[tuple[Strategy, Committed, bool, float]] = deque()
+    unread, there, known = 0, 0.0, programs()
     while True:
-        strategy = choose()
+        strategy, begun = choose(), time.perf_counter()
+        alone = state.draft is None or not must_catch_up(strategy, unread)
         state, committed, unread = next_round(models, strategy, weights, state, unread)
-        dispatched.append((strategy, committed))
+        dispatched.append((strategy, committed, alone, begun))
         if len(dispatched) > ahead:
-            (strategy, committed), begun = dispatched.popleft(), time.perf_counter()
-            yield strategy, jax.device_get(committed), time.perf_counter() - begun
+            (strategy, committed, alone, begun), begin = dispatched.popleft(), time.perf_counter()
+            outcome, before = jax.device_get(committed), there
+            there, alone, known = time.perf_counter(), alone and known == programs(), programs()
+            yield Ran(strategy, outcome, there - begin, there - max(begun, before) if alone else None)
 
 
 def _costs(

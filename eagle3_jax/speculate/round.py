@@ -204,6 +204,11 @@ def commit(
     return new, committed, _rows(logits, steps.path)
 
 
+def programs() -> int:
+    """How many there are of those that rounds run, compiled in this process so far."""
+    return speculate._cache_size() + catch_up._cache_size()
+
+
 def must_catch_up(strategy: Strategy, unread: int) -> bool:
     """Whether the draft must read the `unread` slots that plain rounds have left before a round of this strategy."""
     return unread > 0 and (strategy.depth > 0 or unread == UNREAD)

@@ -256,7 +256,11 @@ REFUSALS = {
         ({"fc_bias": True}, r"bias \(of fc\)"),
         ({"taps": (8,), "use_aux_hidden_state": False}, "use_aux_hidden_state false"),
     ],
-    "modelopt": [({"norm_before_fc": True}, "norm_before_fc"), ({"taps": (0, 3, 6)}, "hold the embedding")],
+    "modelopt": [
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"taps": (0, 3, 6)}, "hold the embedding"),
+        ({"taps": (4, 2, 6)}, r"ModelOpt captures taps in ascending order, and the draft reads \[4, 2, 6\]"),
+    ],
 }
 
 
