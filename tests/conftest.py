@@ -3,6 +3,7 @@
 Run all with `make test`, some with `.venv/bin/python -m pytest tests/test_taps.py -k order`.
 """
 
+import gc
 import importlib.util
 import os
 import signal
@@ -62,6 +63,7 @@ EXTENDED = (
     "tests/cli/test_bench.py::test_rows_have_the_documented_keys_and_count_full_batches[tree:2x2x4]",
     "tests/cli/test_data.py::test_killed_in_the_middle_the_same_rows_come_out",
     "tests/data/test_answers.py::test_rows_are_what_generate_gives_alone[sampled]",
+    "tests/data/test_answers.py::test_slots_may_change_between_runs",
     "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[arange subtracted twice]",
     "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[embedding out]",
     "tests/doctor/test_faults.py::test_a_planted_fault_is_found_and_repaired[fc_norm not carried over]",
@@ -107,12 +109,16 @@ EXTENDED = (
     "tests/speculate/test_distribution.py::test_the_distribution_is_the_targets[tree:2x2x5-point masses]",
     "tests/speculate/test_generate.py::test_a_ragged_batch_equals_each_prompt_alone",
     "tests/speculate/test_generate.py::test_a_random_draft_changes_nothing[1]",
+    "tests/speculate/test_generate.py::test_a_random_draft_changes_nothing[3]",
     "tests/speculate/test_generate.py::test_a_random_draft_changes_nothing[5]",
     "tests/speculate/test_generate.py::test_request_i_of_a_batch_uses_seed_plus_i",
     "tests/speculate/test_generate.py::test_the_same_seed_gives_the_same_samples_with_speculation",
     "tests/speculate/test_lossless.py::test_a_seed_gives_the_same_text_with_any_settings[tree",
+    "tests/speculate/test_lossless.py::test_any_draft_gives_the_plain_text[[",
     "tests/speculate/test_longrope.py::test_the_engine_answers_the_same_and_reuses_no_keys_of_other_factors",
     "tests/speculate/test_mesh.py::test_every_strategy_uneven_heads_an_engine_and_commands",
+    "tests/speculate/test_slots.py::test_samples_are_the_requests_own",
+    "tests/speculate/test_tree.py::test_after_rounds_both_caches_are_those_of_a_prefill_of_the_text[[",
     "tests/training/test_config.py::test_every_field_is_used",
     "tests/training/test_options.py::test_noise_on_the_features_is_that_of_the_seed_and_step",
     "tests/training/test_options.py::test_presets_run[eagle3.1]",
@@ -126,17 +132,42 @@ EXTENDED = (
     "tests/training/test_sharding.py::test_two_processes_keep_to_one_clock_and_one_of_them_generates",
     "tests/training/test_stored.py::test_a_whole_run_is_the_run_with_online_features",
     "tests/training/test_trainer.py::test_interrupted_and_resumed_is_uninterrupted[_extra",
-    "tests/training/test_trainer.py::test_interrupted_and_resumed_is_uninterrupted[progress raises",
+    "tests/training/test_trainer.py::test_interrupted_and_resumed_is_uninterrupted[_step_metrics",
+    "tests/training/test_trainer.py::test_interrupted_and_resumed_is_uninterrupted[progress",
     "tests/training/test_trainer.py::test_interrupted_and_resumed_is_uninterrupted[train_step",
     "tests/training/test_trainer.py::test_killed_inside_a_save_and_resumed",
 )
 
 
+# Files of ten seconds and more, which come first, so that in the end no worker waits for a long one.
+LONG = tuple(
+    f"tests/{name}.py"
+    for name in (
+        *("serving/test_engine", "training/test_trainer", "speculate/test_lossless", "doctor/test_faults"),
+        *("training/test_options", "draft/test_golden", "bench/test_load", "models/test_families", "cli/test_bench"),
+        *("training/test_parity", "speculate/test_generate", "training/test_stored", "speculate/test_distribution"),
+        *("data/test_answers", "bench/test_demo", "speculate/test_tree", "models/test_target", "cli/test_train"),
+        *("speculate/test_mesh", "models/test_attention", "speculate/test_controller", "cli/test_generate"),
+        *("speculate/test_chain", "training/test_features", "speculate/test_sampling", "training/test_loss"),
+        *("draft/test_originals", "training/test_optimiser", "cli/test_data", "draft/test_ttt", "test_end_to_end"),
+        *("serving/test_page", "training/test_report"),
+    )
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of EXTENDED."""
+    """Marks the tests of EXTENDED, and puts the files of LONG first."""
     for item in items:
         if item.nodeid.startswith(EXTENDED):
             item.add_marker(pytest.mark.extended)
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections of garbage need not go through it again and again."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,7 +2,9 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -10,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.models.attention import KV, Attend
 from eagle3_jax.models.blocks import Block, Embedding, Linear, block_norm
 from eagle3_jax.models.config import DecoderConfig
-from eagle3_jax.models.rope import rotary
+from eagle3_jax.models.rope import RopeConfig, rotary
 from eagle3_jax.taps import LastHidden, Taps, TapSet
 
 MakeBlock = Callable[[DecoderConfig, int], nnx.Module]  # the block of a layer
@@ -56,11 +58,17 @@ class CausalLM(nnx.Module):
         ropes = dict.fromkeys(config.layer_rope(layer) for layer in range(config.num_layers))
         angles = {rope: None if rope is None else rotary(rope, positions, lengths) for rope in ropes}
         x = self.embed(ids)
+
+        # Inlined, so that the program is that of blocks called one by one; but alike ones are traced once.
+        @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+        def run(rope: RopeConfig | None, window: int | None, block: nnx.Module, x: Array, cache: Any):
+            look = attend if window is None else functools.partial(attend, window=window)
+            return block(x, angles[rope], look, cache)
+
         stream, updated = [x], []
         for layer, block in enumerate(self.model.layers):
-            window = config.window(layer)
-            look = attend if window is None else functools.partial(attend, window=window)
-            x, cache = block(x, angles[config.layer_rope(layer)], look, None if caches is None else caches[layer])
+            cache = None if caches is None else caches[layer]
+            x, cache = run(config.layer_rope(layer), config.window(layer), block, x, cache)
             stream.append(x)
             updated.append(cache)
         tapped = None if taps is None else Taps([stream[p] for p in taps.check(config.num_layers)], taps)

@@ -19,7 +19,7 @@ from tests.serving.running import serving
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """(address, engine) of a server of the tiny pair with two slots and room for four to wait."""
+    """(address, engine) of a server of the tiny pair with one slot and room for five to wait."""
     import eagle3_jax as e3
     from eagle3_jax.serving.api.app import create_app
     from eagle3_jax.serving.api.service import Service
@@ -28,7 +28,7 @@ def server(tmp_path_factory):
 
     folder, draft = write_tiny_pair(tmp_path_factory.mktemp("pair"))
     target = e3.load_target(folder, dtype="float32")
-    engine = Engine(target, e3.load_draft(draft, target=target), Settings(2, 128, "chain:2", queue=4, chunk=16))
+    engine = Engine(target, e3.load_draft(draft, target=target), Settings(1, 128, "chain:2", queue=5, chunk=16))
     try:
         engine.start()
         service = Service(engine, target.tokenizer, "tiny", target.config.vocab_size, target.eos_token_ids, 128)

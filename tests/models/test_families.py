@@ -44,8 +44,7 @@ def load():
 
 def assert_as_hugging_face(target: e3.Target, expected: dict[str, np.ndarray]) -> None:
     last = target.num_layers
-    with jax.disable_jit():
-        out = target.forward(expected["input_ids"], taps=range(last + 1))
+    out = target.forward(expected["input_ids"], taps=range(last + 1))
     for k in range(last):
         assert relative(out.taps.arrays[k], expected[f"hidden.{k}"]) < 1e-5, f"tap {k}"
     # Hugging Face's hidden_states[N] is after the final norm, our tap N is before it
@@ -77,7 +76,7 @@ COMMITTED, DEPTH, ABOVE = 8, [0, 1, 1, 2, 2, 2], [[], [0], [0], [0, 2], [0, 1], 
 def test_nodes_of_a_tree_see_what_single_tokens_would(load, case: str) -> None:
     """Over a cache, each node's logits are those of its path alone; windows count positions and not cache entries."""
     target, expected = load(case)
-    config, model = target.config, target.graph.merge(target.params)
+    config = target.config
     ids = expected["input_ids"].astype(np.int32)  # the committed tokens, then the nodes: every node is another token
     batch, width = ids.shape
     entries, length = 24, jnp.full(batch, COMMITTED)
@@ -88,7 +87,10 @@ def test_nodes_of_a_tree_see_what_single_tokens_would(load, case: str) -> None:
     alone = ids.copy()
     for row, path in enumerate(paths):
         alone[row, COMMITTED : COMMITTED + 3] = ids[row, COMMITTED + np.asarray(path)]
-    with jax.disable_jit():
+
+    @jax.jit
+    def over_a_cache(params, ids):
+        model = target.graph.merge(params)
         shape = (config.num_layers, batch, config.num_kv_heads, entries, config.head_dim)
         cache = empty_cache(*shape, jnp.float32, config.value_dim)
         at, places = node_places(length, jnp.asarray([DEPTH] * batch), entries)
@@ -98,8 +100,11 @@ def test_nodes_of_a_tree_see_what_single_tokens_would(load, case: str) -> None:
         )
         positions = jnp.concatenate([before, at], axis=1)
         attend = cached_where(jnp.zeros(batch, jnp.int32), mask, positions, places=places)
-        last, _, _ = model(jnp.asarray(ids), positions, attend, cache, lengths=jnp.full(ids.shape, width))
-        got, wanted = model.logits(last), target.forward(alone).logits
+        last, _, _ = model(ids, positions, attend, cache, lengths=jnp.full(ids.shape, width))
+        return model.logits(last)
+
+    got = over_a_cache(target.params, ids)
+    wanted = target.forward(alone, taps=range(config.num_layers + 1)).logits  # the program of the test above
     for row, path in enumerate(paths):
         for step, node in enumerate(path):
             assert relative(got[row, COMMITTED + node], wanted[row, COMMITTED + step]) < 1e-5, (row, node)

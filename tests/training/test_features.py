@@ -12,7 +12,6 @@ from eagle3_jax.training.features import FeatureCache, complete, teacher
 from eagle3_jax.training.step import compute_features, evaluate_batch
 from eagle3_jax.training.visit import CHUNK
 from tests.tiny import relative
-from tests.training.conftest import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -136,18 +135,3 @@ def test_the_cache_gives_rows_back_in_any_combination(run) -> None:
     online = evaluated(run, make_batch(run.train, [2], 2))
     np.testing.assert_allclose(kept.losses, online.losses, rtol=1e-5)
     np.testing.assert_array_equal(kept.hits, online.hits)
-
-
-def test_a_run_with_ram_is_the_run_with_online(world, tmp_path) -> None:
-    metrics = {}
-    for features in ("online", "ram"):
-        config = world.config(tmp_path, name=features, training={"features": features})
-        trainer.train(config, target=world.target)
-        metrics[features] = read_metrics(config.run_dir)
-    assert any(row["full_acceptance"][0] > 0 for row in metrics["online"])
-    for online, ram in zip(metrics["online"], metrics["ram"], strict=True):
-        assert ram["loss"] == pytest.approx(online["loss"], rel=1e-4)
-        # Online, the target's choice is computed only where the draft may be right.
-        assert ram["full_acceptance"] == online["full_acceptance"] and ram["simulated_tau"] == online["simulated_tau"]
-        if "heldout" in online:
-            assert ram["heldout"]["loss_first_step"] == pytest.approx(online["heldout"]["loss_first_step"], rel=1e-4)

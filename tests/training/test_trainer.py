@@ -246,6 +246,19 @@ def uninterrupted(world, tmp_path_factory) -> Path:
     return config.run_dir
 
 
+def test_a_run_with_ram_is_the_run_with_online(world, tmp_path, uninterrupted) -> None:
+    config = world.config(tmp_path, training={"features": "ram"})
+    train(world, config)
+    rows = read_metrics(uninterrupted)
+    assert any(row["full_acceptance"][0] > 0 for row in rows)
+    for online, ram in zip(rows, read_metrics(config.run_dir), strict=True):
+        assert ram["loss"] == pytest.approx(online["loss"], rel=1e-4)
+        # Online, the target's choice is computed only where the draft may be right.
+        assert ram["full_acceptance"] == online["full_acceptance"] and ram["simulated_tau"] == online["simulated_tau"]
+        if "heldout" in online:
+            assert ram["heldout"]["loss_first_step"] == pytest.approx(online["heldout"]["loss_first_step"], rel=1e-4)
+
+
 def press_in(patch: pytest.MonkeyPatch, place: str, at: int) -> None:
     """Ctrl-C, as the terminal sends it, on the `at`-th call of a function of the trainer, before it does its work."""
     real, calls = getattr(trainer, place), iter(range(1, 1000))
