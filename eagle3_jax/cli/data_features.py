@@ -28,7 +28,7 @@ def store_features(
     from eagle3_jax.training.dataset import read_documents
     from eagle3_jax.training.make_store import make_store
 
-    if taps != "paper" and not all(number.strip().isdigit() for number in taps.split(",")):
+    if taps != "paper" and not all(number.strip().isdecimal() for number in taps.split(",")):
         raise UserError(f"--taps {taps!r} is no list of numbers / such as 2,15,27, or `paper`")
     points = paper_taps(loaded.num_layers) if taps == "paper" else TapSet([int(t) for t in taps.split(",")])
     documents = read_documents(files, loaded)

@@ -51,6 +51,15 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         _complain(str(error))
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:160] or "no memory"
+        _complain(
+            f"out of memory / {reason} / lower the rows, slots or lengths that are computed at once; in training also "
+            "set training.accumulate or training.remat, and see --dry-run"
+        )
+        return 2
     except KeyboardInterrupt as error:
         _complain(str(error) or "interrupted")
         return 130
@@ -85,6 +94,12 @@ def _is_wiring_error(error: AssertionError) -> bool:
     from eagle3_jax.taps import WiringError  # here, since it brings jax; whoever raised one has it already
 
     return isinstance(error, WiringError)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of this machine, or of a device, of which jax says so in its RuntimeErrors."""
+    words = ("RESOURCE_EXHAUSTED", "Out of memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _complain(message: str) -> None:

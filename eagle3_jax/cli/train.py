@@ -1,7 +1,6 @@
 """`eagle3 train` (and train.py): a config in, a run folder with a trained draft out."""
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -43,14 +42,13 @@ def train_command(
     if dry:
         from eagle3_jax.training.dry_run import dry_run, lines
 
-        with _enough_memory():
-            figures = dry_run(settings, None, init_from, note)
+        figures = dry_run(settings, None, init_from, note)
         print("\n".join(lines(figures)))
         write_json(json_file, figures)
         return
     from eagle3_jax.training.trainer import train
 
-    with _enough_memory(), TrainingProgress() as progress:
+    with TrainingProgress() as progress:
         result = train(settings, resume, init_from, progress=progress.update, say=note)
     write_json(json_file, result)
     print(json.dumps(result["heldout"]))
@@ -70,23 +68,6 @@ def _join(coordinator: str | None, processes: int | None, process: int | None) -
     if processes is None or process is None or process >= processes:
         raise UserError("--coordinator needs --processes N and --process I, from 0 to N-1 / or --coordinator auto")
     jax.distributed.initialize(coordinator, processes, process)
-
-
-@contextmanager
-def _enough_memory():
-    """Turns what a device, or this machine, says when its memory is used up into a line that says what takes less."""
-    import jax
-
-    try:
-        yield
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = " ".join(str(error).split())[:160] or "no memory"
-        raise UserError(
-            f"out of memory / {reason} / lower training.batch_rows or data.length, or set training.accumulate, "
-            "training.remat; --dry-run prints what a step takes"
-        ) from error
 
 
 class TrainingProgress:

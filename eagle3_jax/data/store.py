@@ -62,16 +62,12 @@ class FeatureStore:
             raise UserError(f"the store is unfinished / {folder} / run the same `data features` again") from error
         except ValueError as error:
             raise UserError(f"index.json is not valid JSON / {folder} / make the store again") from error
-        if self.facts.get("format") != NAME or self.facts.get("version") != VERSION:
+        if not isinstance(self.facts, dict) or self.facts.get("format") != NAME or self.facts.get("version") != VERSION:
             raise UserError(f"not a store of version {VERSION} / {folder} / make it with this version")
-        self._places: list[tuple[str, int, int, int]] = []  # shard, begin, end, checksum
-        for shard in self.facts["shards"]:
-            if not (self.folder / shard["file"]).exists():
-                raise UserError(f"{shard['file']} is missing / {folder} / copy it again")
-            begin = 0
-            for length, checksum in zip(shard["lengths"], shard["checksums"], strict=True):
-                self._places.append((shard["file"], begin, begin + length, checksum))
-                begin += length
+        try:
+            self._places = self._find_places()
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"index.json is damaged ({error}) / {folder} / make the store again") from error
 
     def __len__(self) -> int:
         return len(self._places)
@@ -115,6 +111,20 @@ class FeatureStore:
         """UserError unless the store was made with this very target."""
         if self.facts["target"] != fingerprint["hash"]:
             raise UserError(f"the store was made with another target than {path} / {self.folder} / make it again")
+
+    def _find_places(self) -> list[tuple[str, int, int, int]]:
+        """Of each document its shard, begin, end and checksum."""
+        places = []
+        for key in ("taps", "hidden_size", "dtype", "target"):
+            self.facts[key]  # is needed later
+        for shard in self.facts["shards"]:
+            if not (self.folder / shard["file"]).exists():
+                raise UserError(f"{shard['file']} is missing / {self.folder} / copy it again")
+            begin = 0
+            for length, checksum in zip(shard["lengths"], shard["checksums"], strict=True):
+                places.append((shard["file"], begin, begin + length, checksum))
+                begin += length
+        return places
 
     def _states_first(self, index: int) -> np.ndarray:
         return self.states(index).swapaxes(0, 1)

@@ -120,7 +120,7 @@ def draft_config_from_speculators(
     absent key means. convention, num_layers: see `taps.resolve_taps`.
     """
     kind = raw.get("speculators_model_type")
-    if kind != "eagle3" or "transformer_layer_config" not in raw:
+    if kind != "eagle3":
         kind = kind or (raw.get("architectures") or ["unknown"])[0]
         raise UserError(f"not an EAGLE-3 draft in speculators layout ({kind}) / {where} / use an EAGLE-3 draft")
     unknown = sorted(k for k in raw if k not in _KNOWN and raw[k] not in (None, False, {}, []))
@@ -131,6 +131,8 @@ def draft_config_from_speculators(
             f"{where} lacks norm_before_residual, which speculators takes for false and vLLM for true / "
             "add the one the draft was trained with"
         )
+    if not isinstance(raw.get("transformer_layer_config"), dict):
+        raise UserError(f"{where} lacks transformer_layer_config / it must say the shape of the draft's layers")
     shapes = shapes or {}
     layer = dict(raw["transformer_layer_config"])
     has_qk_norm = "layers.0.self_attn.q_norm.weight" in shapes

@@ -23,7 +23,8 @@ class KV(NamedTuple):
     v: Float[Array, "B K S Dv"]
 
 
-BLOCK = 512  # queries of a row that attend at a time
+BLOCK = 512  # queries of a row that attend at a time, in rows of up to
+BLOCK_ROW = 2048  # tokens; of longer ones fewer, so that their scores take no more
 TILE = 128  # queries, and keys, of `tiled_attention`
 _LOWEST = -1e30  # below any score, and finite, so that differences are
 
@@ -77,13 +78,15 @@ def row_mask(
 
 
 def by_blocks(attend: Callable[..., Array], block: int, *queries: Any) -> Float[Array, "B T N D"]:
-    """attend(*queries) for at most `block` queries at a time, so that scores take block x T and never T x T.
+    """attend(*queries) for at most `block` queries at a time, so that scores take block x T and never T x T; for fewer
+    (but TILE) in rows of more than BLOCK_ROW tokens.
 
     queries: trees of arrays [B, T, ...], cut along T into equal blocks, of which the last is filled up with its last
     query. The backward pass computes the scores of a block again. Rows of one block are attended to at once, and all of
     that is kept.
     """
     length = jax.tree.leaves(queries)[0].shape[1]
+    block = min(block, max(BLOCK * BLOCK_ROW // length, TILE))
     if length <= block:
         return attend(*queries)
     count = -(-length // block)

@@ -327,6 +327,7 @@ def check_types(config: dict[str, Any], where: str) -> None:
     given = {key: config[key] for key in optional if config.get(key) is not None}
     wrong += [key for key, value in given.items() if type(value) is not int or value < 1]
     switches = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+    switches += ("norm_topk_prob", "rope_interleave")
     wrong += [key for key in switches if not isinstance(config.get(key), bool | None)]
     wrong += ["layer_types"] if not isinstance(config.get("layer_types"), list | None) else []
     wrong += ["quantization_config"] if not isinstance(config.get("quantization_config"), dict | None) else []

@@ -55,7 +55,7 @@ def gguf_tensors(path: str | os.PathLike) -> Iterator[tuple[str, np.ndarray]]:
     are a UserError that lists them.
     """
     header = read_header(path)
-    family, config = _family(header), _config(header)
+    config, family = _config(header), _family(header)
     names = _names(family, config["num_hidden_layers"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     data = np.memmap(header.path, mode="r")
@@ -94,7 +94,23 @@ def _family(header: Header) -> GGUFFamily:
     return FAMILIES[name]
 
 
+def _check_types(header: Header) -> None:
+    """UserError for a key that holds another type of value than it can mean anything in; sizes: `_integer`."""
+    rope = f"{header.metadata.get('general.architecture')}.rope"
+    source = ("general.source.huggingface.repository", "general.source.repo_url")
+    ids = [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding")]
+    for keys, kinds, words in (
+        (("general.architecture", *source), (str,), "text"),
+        (("split.count", *ids), (int,), "an integer"),
+        ([f"{rope}.{key}" for key in ("freq_base", "freq_base_swa", "scaling.factor")], (int, float), "a number"),
+    ):
+        for key in keys:
+            if key in header.metadata and type(header.metadata[key]) not in kinds:
+                raise UserError(f"{header.path}: {key} = {header.metadata[key]!r} is not {words}; convert it again")
+
+
 def _config(header: Header) -> dict[str, Any]:
+    _check_types(header)
     meta, path, family = header.metadata, header.path, _family(header)
     own = f"{family.name}."
     known = _KNOWN_KEYS | family.keys

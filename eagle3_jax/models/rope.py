@@ -95,6 +95,8 @@ def rope_from_hf(
     lists = ("short_factor", "long_factor")
     no_numbers = ("truncate", *lists)
     _check_numbers({"rope_theta": theta} | {key: parameters.get(key) for key in _KEYS[kind] if key not in no_numbers})
+    if not isinstance(parameters.get("truncate"), bool | None):
+        raise UserError(f"truncate in config.json is {parameters['truncate']!r} / it must be true or false")
     max_positions = config.get("max_position_embeddings") or 2048
     if kind in ("llama3", "yarn", "longrope"):
         _original_window(parameters, config, max_positions)

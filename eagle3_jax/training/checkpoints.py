@@ -116,7 +116,7 @@ class Checkpoints:
                 )
             restore = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, template))
             state = self._manager.restore(step, args=ocp.args.Composite(state=restore))["state"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, AssertionError):
                 raise
             words = " ".join(str(error).split())

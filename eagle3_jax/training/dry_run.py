@@ -1,8 +1,11 @@
 """`train --dry-run`: what a run would take, without beginning it: parameters, memory, disk, steps, time.
 
-Memory is the compiled step's own account (its arguments and the temporaries XLA has planned), not a formula.
+Memory of a device is the compiled step's own account (its arguments and the temporaries XLA has planned), that of the
+process is measured.
 """
 
+import resource
+import sys
 import time
 from typing import Any
 
@@ -50,6 +53,7 @@ def dry_run(config: Config, target: Target | None, init_from: str | None, say) -
             "draft_frozen": _count(run.frozen.draft),
         },
         "memory_per_device": _memory(run, memory, features),
+        "memory_of_process": _resident(),
         "disk": {
             "checkpoint": checkpoint,
             "checkpoints": (training.keep_checkpoints + 2) * checkpoint,
@@ -94,6 +98,11 @@ def _memory(run: Run, memory: Any, features: Any) -> dict[str, int]:
     }
 
 
+def _resident() -> int:
+    """The most memory that this process has had, bytes: programs, compiling and, on a CPU, what the device has."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def _time(run: Run, step: float, target_pass: float, evaluation: float) -> dict[str, Any]:
     """Steps of the run and its expected seconds. target_pass: of the target where it is not in the step already."""
     training = run.config.training
@@ -132,6 +141,7 @@ def lines(figures: dict[str, Any]) -> list[str]:
         f"data: {t['rows']:,} rows of {t['row_length']}, {t['in_rows']:,} tokens, {t['supervised']:,} supervised",
         f"memory per device: {m['peak'] / giga:.2f} GB at a step's peak ({m['arguments'] / giga:.2f} held, "
         f"{m['temporaries'] / giga:.2f} temporary)" + (f"; {ram / giga:.2f} GB of features in RAM" if ram else ""),
+        f"memory of this process: {figures['memory_of_process'] / giga:.2f} GB at most, with compiling and two steps",
         f"disk: {d['checkpoints'] / giga:.2f} GB of checkpoints ({d['checkpoint'] / giga:.2f} each), "
         f"{d['export'] / giga:.2f} GB export",
         f"time: {run['steps']:,} steps of {run['seconds_a_step']:.3f} s, {run['tokens_per_second']:,.0f} tok/s; "

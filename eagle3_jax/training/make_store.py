@@ -102,6 +102,8 @@ def _begin(folder: Path, facts: dict[str, Any]) -> None:
         raise UserError(f"cannot make the store / {folder} / {error}") from error
     if before is None:
         _write_json(begun, facts)
+    elif not isinstance(before, dict):
+        raise UserError(f"begun.json is damaged / {folder} / remove it, or choose another --out")
     elif before != facts:
         differing = ", ".join(f"{k} {before.get(k)} there, {facts[k]} here" for k in facts if before.get(k) != facts[k])
         raise UserError(f"the store was begun otherwise ({differing}) / {folder} / choose another --out")

@@ -87,7 +87,7 @@ def require_room(folder: Path, checkpoint: int, keep: int) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
-            f"checkpoints need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free / {folder} / free space, or "
+            f"checkpoints need {needed / 1e9:.4g} GB, {free / 1e9:.4g} GB are free / {folder} / free space, or "
             "runs_dir=ELSEWHERE"
         )
 

@@ -85,8 +85,16 @@ def test_a_dry_run_begins_nothing(eagle3, config, tmp_path) -> None:
     # Masters and two moments: what is held at the least, and what a checkpoint is.
     assert disk["checkpoint"] == 12 * parameters["draft_trained"]
     assert memory["peak"] > disk["checkpoint"] + 4 * parameters["target"] and memory["features_in_host_memory"] > 0
+    assert figures["memory_of_process"] > memory["peak"]
     assert time["steps"] == 4 and time["seconds"] > 2 * time["seconds_a_step"] > 0
-    for word in ("parameters: ", "data: 3 rows of 96", "memory per device: ", "disk: ", "time: 4 steps of "):
+    for word in (
+        "parameters: ",
+        "data: 3 rows of 96",
+        "memory per device: ",
+        "memory of this process: ",
+        "disk: ",
+        "time: 4 steps of ",
+    ):
         assert word in result.out
 
 
@@ -134,11 +142,11 @@ def test_mistakes_are_one_line_and_leave_no_run(eagle3, config, tmp_path, monkey
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 GiB\nmore of it")])
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 5\n")])
 def test_out_of_memory_is_one_line(eagle3, config, monkeypatch, error) -> None:
     monkeypatch.setattr(trainer, "train_step", Mock(side_effect=error))
     said = eagle3("train", "--config", config).err.splitlines()[-1]
-    assert said.startswith("eagle3: out of memory / ") and "lower training.batch_rows" in said
+    assert said.startswith("eagle3: out of memory / ") and "lower the rows" in said
 
 
 def test_configs_that_cannot_be_read(eagle3, tmp_path) -> None:

@@ -123,3 +123,8 @@ def test_a_rotation_that_changes_within_a_text_is_refused() -> None:
 def test_another_kind_of_draft_is_refused(change: dict) -> None:
     with pytest.raises(UserError, match="not an EAGLE-3 draft in speculators layout"):
         draft_config_from_speculators(written(config()) | change, "here")
+
+
+def test_the_shape_of_the_layers_must_be_stated() -> None:
+    with pytest.raises(UserError, match="here lacks transformer_layer_config"):
+        draft_config_from_speculators(written(config()) | {"transformer_layer_config": None}, "here")

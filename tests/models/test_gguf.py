@@ -224,6 +224,7 @@ def test_llama3_scaling_is_recognised_from_its_divisors_and_others_are_refused(t
         (lambda w: w.add_sliding_window(64), "llama.attention.sliding_window"),
         (lambda w: w.add_value_length(HEAD_DIM * 2), "llama.attention.value_length"),
         (lambda w: w.add_uint16("split.count", 2), "shards"),
+        (lambda w: w.add_string("split.count", "x"), "split.count = 'x' is not an integer"),
     ],
 )
 def test_what_a_plain_llama_does_not_compute_is_refused(tmp_path, tensors, extra, word):

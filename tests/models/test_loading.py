@@ -265,6 +265,9 @@ def test_bytes_without_a_scale_are_no_weights(tmp_path: Path) -> None:
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("phi3", {"partial_rotary_factor": 0.1, "rope_parameters": None}, "rotates 0 of 8 dimensions"),
         ("llama", {"hidden_act": "mish"}, "hidden_act 'mish'"),
+        ("llama", {"layer_types": 1}, "layer_types 1"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers 1"),
+        ("deepseek", {"rope_interleave": "false"}, "rope_interleave 'false'"),
     ],
 )
 def test_options_that_are_not_computed_are_refused_by_key(

@@ -202,6 +202,10 @@ def test_writing_and_reading_are_inverse(parameters: dict) -> None:
             r"factor in config.json is \[2.0\] / it must",
         ),
         ({"rope_theta": "500000"}, "rope_theta in config.json is '500000' / it must be a positive number"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}},
+            "truncate in config.json is 'no'",
+        ),
         ({"rope_scaling": [1]}, r"rope_scaling in config.json is \[1\] / it must be an object"),
         ({"rope_scaling": {"type": ["yarn"]}}, r"rope type \['yarn'\] in config.json is not supported"),
         (

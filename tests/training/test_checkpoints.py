@@ -127,6 +127,9 @@ def test_other_wiring_is_refused_before_anything_is_restored(opened, tmp_path, f
 
 def test_torn_checkpoints_are_one_line(opened, tmp_path) -> None:
     opened(tmp_path).save(1, state_of(1), {}, 1.1)
+    (tmp_path / "1" / "facts" / "metadata").write_text("[]")
+    with pytest.raises(UserError, match="checkpoint 1 cannot be read"):
+        opened(tmp_path).restore(state_of(0))
     for file in (tmp_path / "1" / "facts").iterdir():
         file.write_bytes(b"")
     with pytest.raises(UserError, match="checkpoint 1 cannot be read"):

@@ -86,6 +86,12 @@ def test_the_page_of_an_unfinished_run_with_a_torn_line_and_hostile_names(traine
     text = (run / "report.html").read_text()
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert "unfinished, at step 3" in Page(text).text and "<script" not in text
+    for name, content in (("metrics.jsonl", '{"step": 1}\n'), ("provenance.json", "[]"), ("samples.json", "{}")):
+        before = (run / name).read_text() if (run / name).exists() else "[]"
+        (run / name).write_text(content)
+        with pytest.raises(UserError, match=f"{name}(:1: not the metrics| is damaged)"):
+            write_report(run)
+        (run / name).write_text(before)
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="no step"):
         write_report(run)
@@ -102,6 +108,10 @@ def test_charts_keep_to_their_frame() -> None:
     places = np.array([list(map(float, pair.split(","))) for pair in coordinates])
     assert places.min() >= 0 and places[:, 0].max() <= 540 and places[:, 1].max() <= 250
     assert line_chart("empty", [Series("a", [], [], "c0")], "step") == "" and "nan" not in svg.lower()
+    ends = line_chart("t", [Series(str(i), [0, 1], [9.0, 0.0], "c0") for i in range(4)], "step")
+    places = sorted(float(y) for y in re.findall(r'class="end" x="[^"]+" y="([^"]+)"', ends))
+    assert places[-1] < 250 - 25 and min(np.diff(places)) >= 12.9  # above the numbers of the axis, and apart
+    assert line_chart("nothing finite", [Series("a", [1], [float("nan")], "c0")], "step") == ""
     assert "<svg" in line_chart("flat", [Series("a", [1, 2], [3.0, 3.0], "c0")], "step")
 
 

@@ -113,6 +113,13 @@ def test_damage_other_taps_and_other_targets_are_refused(world, documents, store
         store.states(first)
     with pytest.raises(UserError, match="another target"):
         store.require_target({"hash": "x"}, "other")
+    index = json.loads((folder / "index.json").read_text())
+    untold = {key: value for key, value in index.items() if key != "taps"}
+    for damaged in ([], untold, index | {"shards": [{}]}, index | {"shards": [index["shards"][0] | {"checksums": []}]}):
+        (folder / "index.json").write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="index.json is damaged|not a store"):
+            FeatureStore(folder)
+    (folder / "index.json").write_text(json.dumps(index))
     shard.unlink()
     with pytest.raises(UserError, match="shard-00001.safetensors is missing"):
         FeatureStore(folder)
@@ -128,4 +135,8 @@ def test_the_command(world, tmp_path, capsys) -> None:
     command = ["data", "features", world.few, "--target", str(world.folder), "--dtype", "float32", "--length", "96"]
     assert main([*command, "--out", str(tmp_path / "s"), "--taps", "1,2,4", "--batch-rows", "2"]) == 0
     assert "GB free" in capsys.readouterr().err and len(FeatureStore(tmp_path / "s")) == 16
-    assert main([*command, "--out", str(tmp_path / "s"), "--taps", "low"]) == 2
+    for taps in ("low", "²"):
+        assert main([*command, "--out", str(tmp_path / "s"), "--taps", taps]) == 2
+    (tmp_path / "s" / "begun.json").write_text("[]")
+    assert main([*command, "--out", str(tmp_path / "s"), "--taps", "1,2,4"]) == 2
+    assert "begun.json is damaged" in capsys.readouterr().err

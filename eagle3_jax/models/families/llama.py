@@ -8,10 +8,11 @@ from eagle3_jax.models.family import Family
 
 
 def read(raw: dict[str, Any], where: str) -> DecoderConfig:
+    config = common_config(raw, where)
     window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     if window or "sliding_attention" in (raw.get("layer_types") or []):
         raise UserError(f"{where} has sliding windows / a Llama has full attention only; is it a Mistral?")
-    return common_config(raw, where)
+    return config
 
 
 FAMILY = Family("LlamaForCausalLM", read)

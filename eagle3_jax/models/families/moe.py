@@ -28,7 +28,8 @@ def read_qwen3_moe(raw: dict[str, Any], where: str) -> DecoderConfig:
     counts(raw, where, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     layers = range(base.num_layers)
-    if any(type(layer) is not int for layer in dense) or type(step) is not int or step < 1:
+    listed = isinstance(dense, list) and all(type(layer) is int for layer in dense)
+    if not listed or type(step) is not int or step < 1:
         raise UserError(f"{where} has mlp_only_layers {dense} and decoder_sparse_step {step!r} / correct them")
     experts = ExpertsConfig(
         count=raw["num_experts"],

@@ -23,7 +23,7 @@ class Series:
 
 def line_chart(title: str, series: list[Series], x_label: str, y_from_zero: bool = False) -> str:
     """The chart as a <figure>; an empty string if there is nothing to draw."""
-    drawn = [_thinned(s) for s in series if len(s.x)]
+    drawn = [s for s in map(_thinned, series) if len(s.x)]
     if not drawn:
         return ""
     xs, ys = [x for s in drawn for x in s.x], [y for s in drawn for y in s.y]
@@ -105,9 +105,11 @@ def _line(series: Series, x_at, y_at) -> str:
 def _end_labels(drawn: list[Series], x_at, y_at) -> str:
     """The last value of each line beside its end, moved apart where they would touch."""
     ends = sorted(((y_at(s.y[-1]), s) for s in drawn), key=lambda end: end[0])
-    parts, below = [], -math.inf
-    for y, s in ends:
-        y = max(y, below + 13)
-        below = y
+    places: list[float] = []
+    for y, _ in ends:
+        places.append(max(y, places[-1] + 13) if places else y)
+    parts = []
+    for i, (_, s) in enumerate(ends):
+        y = min(places[i], HEIGHT - BOTTOM - 13 * (len(ends) - 1 - i))  # not upon the numbers of the axis
         parts.append(f'<text class="end" x="{x_at(s.x[-1]) + 8:.1f}" y="{y + 4:.1f}">{_number(s.y[-1])}</text>')
     return "".join(parts)

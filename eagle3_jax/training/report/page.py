@@ -11,6 +11,8 @@ from eagle3_jax.training.report.charts import Series, line_chart
 from eagle3_jax.training.report.style import STYLE
 from eagle3_jax.training.run_folder import write_text
 
+NEEDED = {"step", "epoch", "loss", "loss_by_step", "seconds", "tokens_per_second"}  # of a step's metrics
+
 
 def write_report(folder: Path) -> Path:
     """Writes FOLDER/report.html from the files beside it and returns its path. UserError if there is no run."""
@@ -19,9 +21,9 @@ def write_report(folder: Path) -> Path:
     steps = _rows(folder / "metrics.jsonl")
     if not steps:
         raise UserError(f"no step in metrics.jsonl yet / {folder} / let the run make one")
-    provenance, result = (_read(folder / f"{name}.json") or {} for name in ("provenance", "result"))
+    provenance, result = (_read(folder / f"{name}.json", dict) for name in ("provenance", "result"))
     config = folder / "config.yaml"
-    samples = _read(folder / "samples.json") or []
+    samples = _read(folder / "samples.json", list)
     body = [
         _summary(folder.name, steps, provenance, result),
         _wiring(provenance, steps),
@@ -29,7 +31,7 @@ def write_report(folder: Path) -> Path:
         _tables(steps, result),
         _data(provenance),
         _samples(samples),
-        _provenance(provenance, config.read_text(encoding="utf-8") if config.exists() else ""),
+        _provenance(provenance, config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""),
     ]
     title = html.escape(f"{folder.name}: EAGLE-3 training")
     page = (
@@ -41,22 +43,33 @@ def write_report(folder: Path) -> Path:
     return folder / "report.html"
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, kind: type) -> Any:
+    """Its JSON, a value of that kind; an empty one if there is no such file."""
+    if not path.exists():
+        return kind()
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} / {error} / restore it, or remove it") from error
+    if not isinstance(content, kind):
+        raise UserError(f"{path} is damaged: it holds no {kind.__name__} / restore it, or remove it")
+    return content
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} / {error} / restore it") from error
+    for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break  # the line a killed run was writing
+        if not isinstance(row, dict) or not row.keys() >= NEEDED:
+            raise UserError(f"{path}:{number}: not the metrics of a step / restore it, or remove the line")
+        rows.append(row)
     return rows
 
 
@@ -80,8 +93,10 @@ def _summary(name: str, steps: list[dict[str, Any]], provenance: dict[str, Any],
     tiles.append(("steps", f"{last['step']:,}", f"{last['epoch']:.2f} passes over the data"))
     tokens = sum(row["tokens_per_second"] * row["seconds"] for row in steps)
     tiles.append(("tokens trained", f"{tokens:,.0f}", f"{tokens / max(seconds, 1e-9):,.0f} a second"))
-    wait = sum(row.get("wait", 0.0) for row in steps) / max(seconds, 1e-9)
-    tiles.append(("time of steps", _duration(seconds), f"{wait:.2%} of it waiting for data; evaluation not counted"))
+    note = "evaluation not counted"
+    if all("wait" in row for row in steps):
+        note = f"{sum(row['wait'] for row in steps) / max(seconds, 1e-9):.2%} of it waiting for data; {note}"
+    tiles.append(("time of steps", _duration(seconds), note))
     cells = "".join(
         f'<div class="tile"><span>{label}</span><b>{value}</b><small>{html.escape(note)}</small></div>'
         for label, value, note in tiles

@@ -33,7 +33,8 @@ svg text { font-size: 12px; fill: var(--soft); } svg .end { fill: var(--ink); }
   align-items: start; }
 table { width: 100%; border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--soft); } td, th { padding: 3px 10px 3px 0;
-  border-bottom: 1px solid var(--faint); vertical-align: top; overflow-wrap: anywhere; }
+  border-bottom: 1px solid var(--faint); vertical-align: top; }
+td { overflow-wrap: anywhere; }
 tr:last-child td { border-bottom: 0; } td:not(:first-child), th:not(:first-child) { text-align: right; }
 h2 + .table td:not(:first-child) { text-align: left; } h2 + .table td:first-child { white-space: nowrap; }
 .samples { display: grid; gap: 12px; } article p { margin: 6px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; }
