@@ -35,10 +35,10 @@ demo: .venv/.demo-model
 	.venv/bin/eagle3 demo
 
 test: lint
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not extended'
+	.venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m 'not extended'
 
 test-all: lint
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	.venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 lint: .venv/.ready
 	.venv/bin/python -m ruff check .

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # Before JAX and transformers are imported: both read these once.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -139,29 +140,44 @@ EXTENDED = (
 )
 
 
-# Files of ten seconds and more, which come first, so that in the end no worker waits for a long one.
-LONG = tuple(
-    f"tests/{name}.py"
-    for name in (
-        *("serving/test_engine", "training/test_trainer", "speculate/test_lossless", "doctor/test_faults"),
-        *("training/test_options", "draft/test_golden", "bench/test_load", "models/test_families", "cli/test_bench"),
-        *("training/test_parity", "speculate/test_generate", "training/test_stored", "speculate/test_distribution"),
-        *("data/test_answers", "bench/test_demo", "speculate/test_tree", "models/test_target", "cli/test_train"),
-        *("speculate/test_mesh", "models/test_attention", "speculate/test_controller", "cli/test_generate"),
-        *("speculate/test_chain", "training/test_features", "speculate/test_sampling", "training/test_loss"),
-        *("draft/test_originals", "training/test_optimiser", "cli/test_data", "draft/test_ttt", "test_end_to_end"),
-        *("serving/test_page", "training/test_report"),
-    )
+# Folders and files of ten seconds and more, which come first, so that in the end no worker waits for a long one. The
+# files of a folder here share fixtures and compiled programs: one worker runs all of them.
+LONG = (
+    *("tests/training", "tests/cli", "tests/serving/test_engine.py", "tests/speculate/test_lossless.py"),
+    *("tests/doctor", "tests/draft/test_golden.py", "tests/models/test_families.py", "tests/bench/test_load.py"),
+    *("tests/speculate/test_distribution.py", "tests/speculate/test_generate.py", "tests/bench/test_demo.py"),
+    *("tests/data/test_answers.py", "tests/speculate/test_tree.py", "tests/speculate/test_mesh.py"),
+    *("tests/models/test_target.py", "tests/models/test_attention.py", "tests/speculate/test_controller.py"),
+    *("tests/speculate/test_chain.py", "tests/speculate/test_sampling.py", "tests/draft/test_originals.py"),
+    *("tests/draft/test_ttt.py", "tests/test_end_to_end.py", "tests/serving/test_page.py"),
 )
 
 
+def together(nodeid: str) -> str:
+    """What is run by one worker: a folder of LONG, or a file."""
+    file = nodeid.partition("::")[0]
+    folder = file.rpartition("/")[0]
+    return folder if folder in LONG else file
+
+
+class Together(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return together(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> LoadScopeScheduling:
+    """Of `-n 2 --dist loadscope`."""
+    return Together(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of EXTENDED, and puts the files of LONG first."""
+    """Marks the tests of EXTENDED, and puts those of LONG first."""
     for item in items:
         if item.nodeid.startswith(EXTENDED):
             item.add_marker(pytest.mark.extended)
-    place = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONG)))
+    places = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(together(item.nodeid), len(LONG)))
 
 
 def pytest_collection_finish() -> None:
