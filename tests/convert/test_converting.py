@@ -306,7 +306,7 @@ def test_an_existing_folder_is_kept(tmp_path: Path, tiny_draft, run) -> None:
 
 def test_bad_places_are_found_before_anything_is_written(tmp_path: Path, tiny_draft, refused, run, monkeypatch) -> None:
     source = saved(tmp_path / "source", tiny_draft)
-    assert "--json names a folder" in refused(source, tmp_path / "out", "sglang", "--json", source)
+    assert "--json" in (line := refused(source, tmp_path / "out", "sglang", "--json", source)) and "is a folder" in line
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     code, _, err = run("convert", source, ".", "--to", "sglang")
