@@ -1,9 +1,11 @@
 """What the serving engine gives 1, 2, ... greedy streams at once, without HTTP; speculation on against off.
 
-    python bench/engine.py --target demo --draft runs/demo/export --strategies plain,chain:1 --streams 1,8
+    python bench/engine.py --target demo --draft runs/demo/export --strategies off,plain,chain:1,auto --streams 1,8
 
-Prompts are conversations of a JSONL file (`--prompts`, rows with `turns`) or a few built-in ones; each stream has its
-own. The cells take turns (`--turns`); a row shows medians. Compare ratios: a machine's milliseconds are its own.
+"off" is an engine without a draft; "plain" one that has a draft and does not use it. Prompts are conversations of a
+JSONL file (`--prompts`, rows with `turns`) or a few built-in ones; each stream has its own. The cells take turns
+(`--turns`), each second turn in the opposite order; a row shows medians, of ratios those of the turns' ratios. Compare
+ratios: a machine's milliseconds are its own.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from eagle3_jax.serving.engine import Engine  # noqa: E402
 from eagle3_jax.serving.requests import Request, Settings  # noqa: E402
 from eagle3_jax.speculate.acceptance import tau  # noqa: E402
 
+OFF = "off"
 _QUESTIONS = (
     "Why is the sky blue?",
     "Write a short story about a lighthouse keeper.",
@@ -70,6 +73,20 @@ async def cell(engine: Engine, asked: list[tuple[int, ...]], strategy: str, new:
     }
 
 
+def started(engine: Engine) -> None:
+    """Returns when everything is compiled."""
+    engine.start()
+    while engine.state == "warming":
+        time.sleep(0.1)
+    if engine.state != "ready":
+        raise SystemExit(engine.error)
+
+
+def ratio(runs: list[dict[str, float]], others: list[dict[str, float]]) -> float:
+    """Median over the turns of how many times the tokens a second of `others` there are."""
+    return statistics.median(run["tok_s"] / other["tok_s"] for run, other in zip(runs, others, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="demo")
@@ -85,30 +102,35 @@ def main() -> None:
     target = open_target(args.target, args.dtype)
     draft = e3.load_draft(args.draft, dtype=args.dtype)
     streams, strategies = [int(n) for n in args.streams.split(",")], args.strategies.split(",")
-    settings = Settings(max(streams), args.max_len, strategies[0], tuple(strategies), prefix_reuse=False)
-    engine = Engine(target, draft, settings)
-    begin = time.perf_counter()
-    engine.start()
-    while engine.state == "warming":
-        time.sleep(0.1)
-    print(f"{engine.state} {engine.error or ''} after {time.perf_counter() - begin:.0f} s", flush=True)
+    named = tuple(strategy for strategy in strategies if strategy != OFF)
+    settings = Settings(max(streams), args.max_len, named[0], named, prefix_reuse=False)
+    begin, engines = time.perf_counter(), {}
+    for strategy in strategies:
+        without = strategy == OFF
+        if without not in engines:
+            engines[without] = Engine(target, None if without else draft, settings)
+            started(engines[without])
+    print(f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     asked = prompts(target, args.prompts)
     cells: dict[tuple[int, str], list[dict[str, float]]] = {}
-    for _ in range(args.turns):
+    for turn in range(args.turns):
         for count in streams:
-            for strategy in strategies:
-                some = [asked[i % len(asked)] for i in range(count)]
-                cells.setdefault((count, strategy), []).append(asyncio.run(cell(engine, some, strategy, args.new)))
-    medians = {key: {k: statistics.median(c[k] for c in runs) for k in runs[0]} for key, runs in cells.items()}
+            for strategy in strategies[:: 1 if turn % 2 == 0 else -1]:
+                some, name = [asked[i % len(asked)] for i in range(count)], "plain" if strategy == OFF else strategy
+                ran = asyncio.run(cell(engines[strategy == OFF], some, name, args.new))
+                cells.setdefault((count, strategy), []).append(ran)
     print("| streams | strategy | tok/s | against one stream | against the first strategy | first token, s | tau |")
     print("|---|---|---|---|---|---|---|")
-    for (count, strategy), m in medians.items():
-        one, base = medians[streams[0], strategy]["tok_s"], medians[count, strategies[0]]["tok_s"]
-        print(
-            f"| {count} | {strategy} | {m['tok_s']:.1f} | {m['tok_s'] / one:.2f}x | {m['tok_s'] / base:.2f}x "
-            f"| {m['ttft']:.2f} | {m['tau']:.2f} |"
-        )
-    asyncio.run(engine.drain(5))
+    for count in streams:
+        for strategy in strategies:
+            runs, one, base = cells[count, strategy], cells[streams[0], strategy], cells[count, strategies[0]]
+            tok_s, ttft, tau_ = (statistics.median(run[key] for run in runs) for key in ("tok_s", "ttft", "tau"))
+            print(
+                f"| {count} | {strategy} | {tok_s:.1f} | {ratio(runs, one):.2f}x | {ratio(runs, base):.2f}x "
+                f"| {ttft:.2f} | {tau_:.2f} |"
+            )
+    for engine in engines.values():
+        asyncio.run(engine.drain(5))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.serving.cache import Place, SlotCache, bytes_per_token
+from eagle3_jax.serving.programs import Outcome
 from eagle3_jax.serving.requests import (
     Delta,
     EngineStats,
@@ -29,7 +30,7 @@ from eagle3_jax.serving.requests import (
     Settings,
     TokenLogprobs,
 )
-from eagle3_jax.serving.runner import Outcome, Runner
+from eagle3_jax.serving.runner import Runner
 from eagle3_jax.serving.scheduler import Chunk, Round, Scheduler, Sequence
 from eagle3_jax.serving.strategies import AUTO, Strategies
 from eagle3_jax.speculate.controller import Controller, trained_acceptance

@@ -21,6 +21,7 @@ from eagle3_jax.speculate.tree import Candidates
 from eagle3_jax.taps import Taps
 
 _LOWEST = -1e30  # stands for a logit that is not finite: finite itself, so that sums of scores stay ordered
+_MANY = 8  # rows of a request; where there are more, it pays to compute the outputs of the last ones only
 _FAINTEST = -80.0  # log of the least probability, to the likeliest one, by which drafts are drawn
 
 
@@ -128,9 +129,17 @@ def extend(
     Rows from `count` on are leftovers; their entries are overwritten before anything sees them. rows: of the cache,
     see `cached_where`.
     """
+    hidden, wanted = draft.project(features), count - 1
     positions = start[:, None] + jnp.arange(next_ids.shape[1])
-    y, cache = draft(draft.project(features), next_ids, positions, cached(positions, rows), cache)
-    return jnp.take_along_axis(y, (count - 1)[:, None, None], axis=1), cache
+    if next_ids.shape[1] > _MANY:
+        # No output is wanted of these, so that the compiler leaves only the last layer's keys and values.
+        _, cache = draft(hidden, next_ids, positions, cached(positions, rows), cache)
+        first = jnp.maximum(count - fast_rows(1, count.shape[0]), 0)
+        near = first[:, None] + jnp.arange(fast_rows(1, count.shape[0]))
+        hidden = jnp.take_along_axis(hidden, near[..., None], axis=1)
+        next_ids, positions, wanted = jnp.take_along_axis(next_ids, near, axis=1), start[:, None] + near, wanted - first
+    y, cache = draft(hidden, next_ids, positions, cached(positions, rows), cache)
+    return jnp.take_along_axis(y, wanted[:, None, None], axis=1), cache
 
 
 def _logits(draft: DraftModel, y: Float[Array, "B E H"]) -> Float[Array, "B E Vd"]:

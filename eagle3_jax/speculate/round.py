@@ -111,12 +111,15 @@ def prefill(
     draft: DraftModel = models.draft.merge(weights.draft)
     shape, dtype = draft.config.decoder, draft.lm_head.weight[...].dtype
     draft_cache = empty_cache(shape.num_layers, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
-    next_ids = jnp.where(positions == lengths[:, None] - 1, first[:, None], jnp.roll(ids, -1, axis=1))
     taps = taps.map(lambda a: a.astype(dtype))
-    y, draft_cache = draft(draft.project(taps), next_ids, positions, _fill_cache, draft_cache)
+    # The last slot's entry is written again, by the only ones whose output is wanted.
+    _, draft_cache = draft(draft.project(taps), jnp.roll(ids, -1, axis=1), positions, _fill_cache, draft_cache)
+    newest = taps.map(lambda a: jnp.repeat(_row(a, lengths - 1), fast_rows(1, batch), axis=1))
+    next_ids = jnp.repeat(first[:, None], fast_rows(1, batch), axis=1)
+    hidden, draft_cache = extend(draft, draft_cache, newest, next_ids, lengths - 1, jnp.ones_like(lengths))
     unread = taps.map(lambda a: jnp.zeros((batch, UNREAD, a.shape[-1]), dtype))
     nothing = jnp.zeros((batch, UNREAD), jnp.int32), jnp.zeros(batch, jnp.int32)
-    state = DraftState(draft_cache, _row(y, lengths - 1), unread, *nothing)
+    state = DraftState(draft_cache, hidden, unread, *nothing)
     return models.placement.kept((State(cache, lengths, first, state, sampling, reach), first))
 
 

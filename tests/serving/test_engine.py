@@ -182,7 +182,7 @@ def test_a_strategy_of_a_request_that_cannot_be_run_fails_with_it_alone(engine, 
     def compiler(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 5 GiB\nmore of it")
 
-    monkeypatch.setattr("eagle3_jax.serving.runner.verify", compiler)  # of what is not compiled yet
+    monkeypatch.setattr("eagle3_jax.speculate.round.verify", compiler)  # of what is not compiled yet
     requests = [asked(f"named {i}", PROMPTS[i], strategy="chain:2") for i in range(3)]
     *bad, good = run(engine, *requests, asked("neighbour", PROMPTS[4]))
     for deltas in bad:

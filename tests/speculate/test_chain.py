@@ -16,11 +16,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import eagle3_jax as e3
-from eagle3_jax.models.attention import causal
+from eagle3_jax.models.attention import causal, empty_cache
+from eagle3_jax.speculate.drafting import extend
 from eagle3_jax.speculate.generate import cache_entries, pad_prompts, pair
 from eagle3_jax.speculate.round import catch_up, next_round, prefill
 from eagle3_jax.speculate.strategy import PLAIN, parse_strategy
-from tests.tiny import random_draft, relative
+from tests.tiny import ids_of, random_draft, relative
 
 CASES = ["base", "headdim", "nbr", "normout", "qwen3draft"]
 DEPTH, NEW = 5, 32
@@ -130,6 +131,33 @@ def test_training_predicts_what_an_untrained_draft_proposes(shallow_target) -> N
     answers = e3.generate(shallow_target, draft, prompts, max_new_tokens=12, strategy="chain:3", stop_token_ids=())
     assert compare_with_training(shallow_target, draft, prompts, answers, 3) >= sum(len(a.accepted) for a in answers)
     compare_first_round(shallow_target, draft, prompts, answers, 3, len(prompts[0]) + 12)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_many_slots_read_at_once_are_the_same_read_by_few(shallow_target, batch: int) -> None:
+    layers = {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}
+    draft = random_draft(shallow_target, taps=(0, 1, 2), layers=2, layer=layers)
+    texts, count, rows = ids_of(3, batch, 18), jnp.asarray([16, 1, 9][:batch]), 16
+    features = shallow_target.forward(texts, taps=draft.taps).taps
+    model, shape = draft.graph.merge(draft.params), draft.config.decoder
+    cache = empty_cache(2, batch, shape.num_kv_heads, 32, shape.head_dim, jnp.float32)
+
+    @jax.jit
+    def read(cache, features, next_ids, start, count):
+        return extend(model, cache, features, next_ids, start, count)
+
+    def part(first: int, last: int):
+        return features.map(lambda a: a[:, first:last]), texts[:, first + 1 : last + 1]
+
+    hidden, at_once = read(cache, *part(0, rows), jnp.zeros(batch, int), count)
+    outputs = []
+    for slot in range(rows):
+        output, cache = read(cache, *part(slot, slot + 2), jnp.full(batch, slot), jnp.ones(batch, int))
+        outputs.append(output[:, 0])
+    for b, slots in enumerate(count.tolist()):
+        assert relative(hidden[b, 0], outputs[slots - 1][b]) < 1e-5
+        for whole, by_one in zip(jax.tree.leaves(at_once), jax.tree.leaves(cache), strict=True):
+            assert relative(whole[b, :, :slots], by_one[b, :, :slots]) < 1e-5
 
 
 def test_the_first_round_equals_training_at_every_depth(results) -> None:
