@@ -87,7 +87,7 @@ def write(draft: Draft, architecture: str, eagle_config: dict[str, Any] | None) 
         **decoder,
         "tie_word_embeddings": False,
         "rope_theta": theta,
-        "rope_scaling": None if kind == "default" else rope,
+        "rope_scaling": rope if kind != "default" or len(rope) > 1 else None,
         "torch_dtype": str(draft.dtype),
         "draft_vocab_size": config.draft_vocab_size,
         **optional,

@@ -10,6 +10,7 @@ import numpy as np
 from convert.detect import FORMATS, detect
 from convert.servers import Folder, findings
 from convert.target import TargetFacts
+from eagle3_jax.data.vocabulary import to_offsets
 from eagle3_jax.draft.config import NORM_FLAGS
 from eagle3_jax.draft.draft import Draft, assemble, read_checkpoint
 from eagle3_jax.draft.folder import canonical_names, read_folder
@@ -57,7 +58,7 @@ def inspect(
         "source_words": _source_words(folder),
         "flags": _flags(draft),
         "shape": _shape(draft),
-        "vocabulary": _vocabulary(draft, stored),
+        "vocabulary": _vocabulary(draft, canonical_names(stored, str(place))),
         "rope": {**draft.config.decoder.rope.to_hf(), "max_position_embeddings": draft.config.decoder.max_positions},
         "dtype": sorted({str(array.dtype) for name, array in stored.items() if name not in ("d2t", "t2d")}),
         "verifier": (checkpoint.facts.get("verifier") or {}).get("name_or_path"),
@@ -175,11 +176,23 @@ def notes_on(folder: Folder, target: TargetFacts | None) -> list[str]:
             "speculators 0.3 and 0.4 captured training data one block later than vLLM serves: a draft trained on such "
             f"data reads {later} (--convention block-output), not {folder.top_ids}; `eagle3 doctor` measures which"
         )
+    if _reads_both_ways(folder):
+        notes.append(
+            "d2t has no t2d beside it and would be a valid map of absolute ids as well; it is read as offsets, as all "
+            "systems do: if the draft is rarely right, let `eagle3 doctor` measure which"
+        )
     if folder.draft.missing:
         notes.append(f"stores no {', '.join(folder.draft.missing)}: lent by the target")
     if not folder.draft.config.use_aux_hidden_state:
         notes.append("reads the target's last hidden state after the final norm")
     return notes
+
+
+def _reads_both_ways(folder: Folder) -> bool:
+    """Whether nothing in the file tells offsets from absolute ids: no t2d, and the offsets are distinct target ids."""
+    offsets, vocab = to_offsets(folder.draft.d2t), folder.draft.config.decoder.vocab_size
+    reduced = len(offsets) < vocab and not folder.stores("t2d")
+    return reduced and len(np.unique(offsets)) == len(offsets) and offsets.min() >= 0 and offsets.max() < vocab
 
 
 def render(found: dict[str, Any]) -> str:

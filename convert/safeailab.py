@@ -27,7 +27,7 @@ def read(raw: dict[str, Any], stored: Tensors, where: str, *settled) -> Checkpoi
 
 
 def looks_like(raw: dict[str, Any], names: set[str]) -> bool:
-    return "d2t" in names or any(re.match(r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.)", name) for name in names)
+    return any(re.search(r"(^|\.)(d2t$|midlayer\.|layers\.0\.hidden_norm\.)", name) for name in names)
 
 
 def write(draft: Draft, num_layers: int | None = None) -> tuple[dict[str, Any], Tensors]:
@@ -50,6 +50,8 @@ def _shape_limits(draft: Draft) -> list[str]:
     limits, rope = [], decoder.rope
     if decoder.head_dim * decoder.num_heads != decoder.hidden_size:
         limits.append(f"head_dim {decoder.head_dim} (it takes hidden_size / heads)")
+    if rope.get("mrope_section"):
+        limits.append("mrope_section")
     if rope.kind not in ("default", "linear", "dynamic"):
         limits.append(f"rope type {rope.kind}")
     elif rope.kind != "default" and rope.theta != 10000.0:

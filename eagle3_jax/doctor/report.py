@@ -108,7 +108,7 @@ def serving_lines(wiring: Wiring) -> list[str]:
     for rule, ids in _sglang_ids(wiring).items():
         said = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
         lines.append(f"SGLang  {rule}, config.json: {_pairs(said)}" if ids else f"SGLang  {rule}: cannot be said")
-    scaling = {"rope_type": rope.kind, **dict(rope.scaling)} if rope.kind != "default" else None
+    scaling = {"rope_type": rope.kind, **dict(rope.scaling)} if rope.kind != "default" or rope.scaling else None
     flags = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
     lines.append(f"        config.json: {_pairs({'rope_theta': rope.theta, 'rope_scaling': scaling, **flags})}")
     return lines

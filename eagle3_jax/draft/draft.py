@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,11 @@ from eagle3_jax.draft.ttt import document_positions, ttt_forward
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.fingerprint import differing_facts, same_weights
 from eagle3_jax.models.target import Target, checked_ids, resolve
-from eagle3_jax.models.weights import Graph, Params, abstract_params, fill, flatten
+from eagle3_jax.models.weights import FLOATS, Graph, Params, abstract_params, checked_dtype, fill, flatten
 from eagle3_jax.sharding import ONE_DEVICE, Placement
-from eagle3_jax.taps import Taps, TapSet
+from eagle3_jax.taps import Taps, TapSet, WiringError
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-_DTYPES = ("float32", "float16", "bfloat16")
 _LENT = "target_norm."  # parameters that only a target gives; no file holds them
 
 
@@ -89,20 +89,43 @@ class Draft:
         """The training graph: draft logits of each step, `steps` arrays [B, T-1, Vd] (see `draft.ttt`).
 
         features: Taps of [B, T, H], unshifted, as are ids, positions and document_ids [B, T]. positions default to
-        0.. restarting per document. Raises WiringError when features hold other taps than the draft reads.
+        0.. restarting per document. Raises WiringError when features hold other taps than the draft reads or do not
+        say which, UserError for shapes that do not go together.
         """
         if not self.is_bound:
             parts = ", ".join(_IN_WORDS[part] for part in self.missing)
             raise UserError(f"the draft stores no {parts} / call draft.bind(target) first")
         ids = checked_ids(ids, self.config.decoder.vocab_size)
-        documents = jnp.zeros_like(ids) if document_ids is None else jnp.asarray(np.asarray(document_ids), jnp.int32)
-        positions = (
-            document_positions(documents) if positions is None else jnp.asarray(np.asarray(positions), jnp.int32)
-        )
+        _check_features(features, ids.shape, self.config.target_hidden_size)
+        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+            raise UserError(f"steps {steps!r} / give a number of draft steps from 1 on")
+        documents = jnp.zeros_like(ids) if document_ids is None else _like_ids("document_ids", document_ids, ids.shape)
+        positions = document_positions(documents) if positions is None else _like_ids("positions", positions, ids.shape)
         return _ttt_forward(self.graph, steps, self.params, features, ids, positions, documents)
 
 
 _IN_WORDS = {"embed_tokens": "embedding", "lm_head": "lm_head", "target_norm": "final norm of the target"}
+
+
+def _check_features(features: Any, shape: tuple[int, int], hidden_size: int) -> None:
+    if not isinstance(features, Taps):
+        raise WiringError(
+            f"the features are a {type(features).__name__}, which does not say what taps they are / give "
+            "target.forward(...).taps, or Taps.from_fused(array, taps)"
+        )
+    found = features.arrays[0].shape
+    if shape[1] < 2 or found != (*shape, hidden_size):
+        raise UserError(
+            f"features of shape {list(found)} for token ids of shape {list(shape)} / each tap is [batch, tokens, "
+            f"{hidden_size}], unshifted, for the same 2 or more tokens"
+        )
+
+
+def _like_ids(name: str, values: Any, shape: tuple[int, int]) -> jax.Array:
+    array = np.asarray(values)
+    if array.shape not in (shape, (1, shape[1])) or not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"{name} are {array.dtype} {list(array.shape)} / give integers {list(shape)}, as token ids")
+    return jnp.asarray(np.broadcast_to(array, shape), jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -241,15 +264,15 @@ def assemble(checkpoint: Checkpoint, where: str, dtype: str | None = None, place
     d2t = _vocabulary_map(config, offsets, mask, where)
     _check_fc(config, tensors, where)
     full = config.draft_vocab_size == config.decoder.vocab_size
-    other = [name for name, array in tensors.items() if str(array.dtype) not in _DTYPES]
+    other = [name for name, array in tensors.items() if str(array.dtype) not in FLOATS]
     if other:
         raise UserError(
-            f"{other[0]} is {tensors[other[0]].dtype} / {where} / weights must be {', '.join(_DTYPES)}; a quantised or "
+            f"{other[0]} is {tensors[other[0]].dtype} / {where} / weights must be {', '.join(FLOATS)}; a quantised or "
             "double-precision draft has to be stored in one of them"
         )
     optional = {EMBEDDING} | ({HEAD} if full else set())
     shapes = {n: s for n, s in shapes.items() if not n.startswith(_LENT) and (n in tensors or n not in optional)}
-    own = None if dtype is None else jnp.dtype(dtype)
+    own = None if dtype is None else checked_dtype(dtype)
     params = fill(shapes, tensors.items(), own, where, placement=placement)
     return Draft(config, graph, params, d2t, checkpoint.facts)
 
@@ -268,7 +291,10 @@ def _vocabulary_map(config: DraftConfig, offsets, mask, where: str) -> np.ndarra
         return np.arange(size, dtype=np.int32)
     if offsets.shape != (size,):
         raise UserError(f"d2t has {offsets.size} entries, draft_vocab_size is {size} / {where}")
-    check_map(offsets, mask, vocab)
+    try:
+        check_map(offsets, mask, vocab)
+    except UserError as error:
+        raise UserError(f"{error} / {where}") from error
     return np.asarray(to_absolute(offsets), np.int32)
 
 

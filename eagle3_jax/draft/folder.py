@@ -15,13 +15,13 @@ from safetensors.numpy import save_file
 
 from eagle3_jax.data.unpickle import load_state_dict
 from eagle3_jax.errors import UserError
-from eagle3_jax.models.weights import read_json, read_tensors, safetensors_files
+from eagle3_jax.models.weights import pickle_files, read_json, read_tensors, safetensors_files
 
 Tensors = dict[str, np.ndarray]
 
-# Other systems' names for what speculators (and we) call otherwise; prefixes first.
+# Other systems' names for what speculators (and we) call otherwise; prefixes first, those of torch's wrappers too.
 _RENAMES = (
-    (re.compile(r"^(draft_model\.|model\.)+"), ""),
+    (re.compile(r"^((draft_model|model|module|_orig_mod|_fsdp_wrapped_module)\.)+"), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
     (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
@@ -35,7 +35,7 @@ def read_folder(place: Path) -> tuple[dict[str, Any], Tensors]:
         raise UserError(f"not a draft folder / {place} / name a folder with config.json and weights")
     raw = read_json(place / "config.json")
     _check_types(raw, f"{place}/config.json")
-    files = sorted(place.glob("pytorch_model*.bin"))
+    files = pickle_files(place) if any(place.glob("pytorch_model*.bin")) else []  # not for an index left behind
     pickled: Tensors = {}
     for file in files:
         shard = load_state_dict(file)

@@ -16,7 +16,8 @@ _HARMLESS = frozenset(
     + ("chunk_size", "max_window_layers", "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop")
     + ("embd_pdrop", "output_router_logits", "router_aux_loss_coef", "bos_token_id", "eos_token_id", "pad_token_id")
     + ("id2label", "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict")
-    + ("use_return_dict",)
+    + ("use_return_dict", "length_penalty", "max_length", "num_beams", "num_beam_groups", "num_return_sequences")
+    + ("repetition_penalty", "temperature", "top_k", "top_p", "typical_p", "do_sample")
 )
 _READ = frozenset(
     ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

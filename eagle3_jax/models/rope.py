@@ -62,6 +62,8 @@ def rope_from_hf(
 
     layer_type: whose rotation is meant where rope_parameters has one a layer type; None = they must be equal.
     default_theta: of a config that has none. partial: the family can rotate a part of each head.
+    mrope_section says how the positions of images are rotated; of text this is the plain rotation, and it is kept only
+    to be written again.
     """
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
@@ -78,6 +80,8 @@ def rope_from_hf(
     parameters = dict(new or old or {})
     legacy_kind = parameters.pop("type", None)
     kind = parameters.pop("rope_type", None) or legacy_kind or "default"
+    if kind == "mrope" and "mrope_section" in parameters:
+        kind = "default"
     inner, outer = parameters.pop("rope_theta", None), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         raise UserError(f"config.json has rope_theta {outer} and inside its rope parameters {inner} / keep one of them")
@@ -111,8 +115,20 @@ def rope_from_hf(
     missing = [k for k in _KEYS[kind][: _REQUIRED[kind]] if parameters.get(k) is None]
     if missing:
         raise UserError(f"rope type {kind!r} in config.json lacks {missing}")
-    scaling = tuple(sorted((k, v) for k, v in parameters.items() if k in _KEYS[kind]))
+    sections = _sections(parameters) if kind == "default" else {}
+    scaling = tuple(sorted({k: v for k, v in parameters.items() if k in _KEYS[kind]}.items() | sections.items()))
     return RopeConfig(rotated, float(theta), kind, int(max_positions), scaling)
+
+
+def _sections(parameters: dict[str, Any]) -> dict[str, Any]:
+    """How many dimensions turn with time, height and width of an image, hashable."""
+    parts = parameters.get("mrope_section")
+    if parts is None:
+        return {}
+    if not (isinstance(parts, list) and all(type(part) is int and part > 0 for part in parts)):
+        raise UserError(f"mrope_section in config.json is {parts!r} / it must be a list of positive integers")
+    interleaved = {"mrope_interleaved": True} if parameters.get("mrope_interleaved") else {}
+    return {"mrope_section": tuple(parts), **interleaved}
 
 
 def _original_window(parameters: dict[str, Any], config: dict[str, Any], max_positions: int) -> None:

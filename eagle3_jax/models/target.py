@@ -25,6 +25,7 @@ from eagle3_jax.models.weights import (
     Params,
     TensorFiles,
     abstract_params,
+    checked_dtype,
     fill,
     read_json,
     safetensors_files,
@@ -95,7 +96,7 @@ class Target:
         """
         ids = checked_ids(ids, self.config.vocab_size)
         tap_set = TapSet(taps).check(self.num_layers) if len(taps) else None
-        lengths = jnp.full(ids.shape[0], ids.shape[1]) if lengths is None else jnp.asarray(lengths)
+        lengths = jnp.full(ids.shape[0], ids.shape[1]) if lengths is None else _checked_lengths(lengths, *ids.shape)
         logits, tapped, last = _forward(self.graph, tap_set, self.params, ids, lengths)
         return TargetOutput(logits, tapped, last.array)
 
@@ -108,12 +109,25 @@ class Target:
 
 def checked_ids(ids: Any, vocab_size: int) -> jax.Array:
     """ids as int32 [B, T]; UserError for another rank or ids outside the vocabulary, which jax would clamp silently."""
-    ids = np.asarray(ids)
+    try:
+        ids = np.asarray(ids)
+    except ValueError as error:
+        raise UserError("rows of token ids differ in length / pad them, and give lengths= to forward") from error
     if ids.ndim != 2 or ids.size == 0:
         raise UserError(f"token ids have shape {list(ids.shape)} / give a non-empty [batch, tokens] array")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"token ids are {ids.dtype} / give integers")
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise UserError(f"token ids outside 0..{vocab_size - 1} / were they made with another tokenizer?")
     return jnp.asarray(ids, jnp.int32)
+
+
+def _checked_lengths(lengths: Any, rows: int, width: int) -> jax.Array:
+    numbers = np.asarray(lengths)
+    whole = np.issubdtype(numbers.dtype, np.integer)
+    if not whole or numbers.shape != (rows,) or numbers.min() < 0 or numbers.max() > width:
+        raise UserError(f"lengths {str(lengths)[:40]} / give {rows} integers in 0..{width}, one for each row of ids")
+    return jnp.asarray(numbers, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -128,14 +142,15 @@ def _forward(graph, taps: TapSet | None, params: Params, ids, lengths):
 
 def load_target(
     path: str | Path,
-    dtype: str = "bfloat16",
+    dtype: Any = "bfloat16",
     family: Family | None = None,
     mesh: str | Mesh | None = None,
     quantize: str | None = None,
 ) -> Target:
     """Loads a target from a Hugging Face folder (safetensors), a .gguf file, a hub name `org/name`, or `demo`.
 
-    dtype: dtype of weights and activations. family: of an architecture that is not built in (docs/add-a-target.md).
+    dtype: of weights and activations: float32, bfloat16 or float16. family: of an architecture that is not built in
+    (docs/add-a-target.md).
     mesh: devices to spread it over, as "tensor=4" (`sharding.parse_mesh`); each weight goes to them part by part.
     quantize: "int8" keeps the kernels of the blocks as int8 codes with a scale a row (`models.int8`), None as they are.
     No tokenizer files are needed: `target.tokenizer` may be None. Weights are read one tensor at a time.
@@ -143,6 +158,7 @@ def load_target(
     """
     if quantize not in QUANTIZE:
         raise UserError(f"quantize {quantize!r} / give one of {QUANTIZE}")
+    dtype = checked_dtype(dtype)
     placement = Placement(parse_mesh(mesh) if isinstance(mesh, str) else mesh)
     place = resolve(path)
     if place.suffix == ".gguf":
@@ -168,7 +184,7 @@ def load_target(
         placed = with_one_head(placed, str(place))
     placed = int8.quantised(placed, shapes)
     float32 = (*family.float32, ".scale")
-    params = fill(shapes, placed, jnp.dtype(dtype), str(place), ignore, float32, placement)
+    params = fill(shapes, placed, dtype, str(place), ignore, float32, placement)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
     end_tokens = _end_tokens(raw, generation)
     facts = (end_tokens, hub_id, no_tokenizer, family.architecture, placement, quantize)

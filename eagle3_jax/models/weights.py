@@ -19,22 +19,33 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.sharding import ONE_DEVICE, Placement
 
 Params = dict[str | int, Any]  # nested; entries of a layer list have integer keys
+FLOATS = ("float32", "bfloat16", "float16")  # that weights may have
 
 
 def safetensors_files(folder: Path) -> list[Path]:
     """The weight files of a Hugging Face folder: those of the index if there is one, else model.safetensors."""
-    index = folder / "model.safetensors.index.json"
+    names = _weight_files(folder, "model.safetensors", "*.safetensors")
+    if not names:
+        raise UserError(f"no *.safetensors file in {folder} / point to a model folder with safetensors weights")
+    return names
+
+
+def pickle_files(folder: Path) -> list[Path]:
+    """The same of torch's pytorch_model.bin, and there may be none."""
+    return _weight_files(folder, "pytorch_model.bin", "pytorch_model*.bin")
+
+
+def _weight_files(folder: Path, single: str, pattern: str) -> list[Path]:
+    index = folder / f"{single}.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise UserError(f"no weight_map of tensors to files / {index} / remove the index or copy it again")
         names = sorted(set(weight_map.values()))
-    elif (folder / "model.safetensors").exists():
-        names = ["model.safetensors"]
+    elif (folder / single).exists():
+        names = [single]
     else:
-        names = sorted({name for p in folder.glob("*.safetensors") for name in _shards(p.name)})
-    if not names:
-        raise UserError(f"no *.safetensors file in {folder} / point to a model folder with safetensors weights")
+        names = sorted({name for p in folder.glob(pattern) for name in _shards(p.name)})
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise UserError(f"{folder} lacks the weight file(s) {shorten(missing)} / complete the download")
@@ -43,7 +54,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 def _shards(name: str) -> list[str]:
     """All names of a set of shards that a name like model-00001-of-00003.safetensors says it belongs to."""
-    shard = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.safetensors)", name)
+    shard = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.(?:safetensors|bin))", name)
     return [f"{shard[1]}{i + 1:05d}{shard[2]}" for i in range(int(shard[3]))] if shard else [name]
 
 
@@ -137,6 +148,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"expected a JSON object / {path} / it holds a {type(content).__name__}")
     return content
+
+
+def checked_dtype(dtype: Any) -> jnp.dtype:
+    """One of FLOATS, by name or as a type of numpy or jax; UserError for anything else."""
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)  # numpy takes None for float64
+    except TypeError:
+        found = None
+    if found is None or found.name not in FLOATS:
+        raise UserError(f"dtype {dtype!r} / give one of {', '.join(FLOATS)}")
+    return found
 
 
 class Graph:

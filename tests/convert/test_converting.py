@@ -143,6 +143,21 @@ def test_a_foreign_draft_comes_back_bit_equal(tmp_path: Path, tiny_target, conve
         assert written["proposal_methods"][0]["speculative_tokens"] == 5
 
 
+@pytest.mark.parametrize("kind", ["mrope", "default"])
+def test_the_rotation_of_images_is_kept_and_is_plain_for_text(
+    tmp_path: Path, tiny_draft, convert, refused, kind
+) -> None:
+    """Drafts of Qwen-VL: transformers writes both names for it."""
+    scaling = {"rope_type": kind, "type": kind, "mrope_section": [2, 3, 3]}
+    source = write(tmp_path / "source", tiny_draft, "sglang", rope_scaling=scaling)
+    assert "mrope_section" in refused(source, tmp_path / "no", "safeailab")
+    convert(source, tmp_path / "middle", "speculators")
+    convert(tmp_path / "middle", tmp_path / "back", "sglang")
+    middle, back = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("middle", "back"))
+    assert middle["transformer_layer_config"]["rope_parameters"]["mrope_section"] == [2, 3, 3]
+    assert back["rope_scaling"] == {"rope_type": "default", "mrope_section": [2, 3, 3]}
+
+
 def test_the_golden_research_draft_converts_as_the_library_does(tmp_path: Path, golden, convert) -> None:
     convert(golden("convert/safeailab_bin"), tmp_path / "out", "speculators", "--taps", "2,4,5")
     ours, theirs = (load_file(p / "model.safetensors") for p in (tmp_path / "out", golden("convert/out_flags")))

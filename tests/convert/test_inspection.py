@@ -142,6 +142,8 @@ def test_what_training_and_serving_do_differently(tmp_path: Path, tiny_draft) ->
     assert "ignores rope_theta and rotates by 10000" in notes("a", "safeailab")
     assert "ignores rope_theta" not in notes("b", "safeailab", rope_theta=10000.0)
     assert "norms the hidden state twice" in notes("c", "modelopt")
+    assert "a valid map of absolute ids as well" in notes("maps", "modelopt")  # every fourth id, and no t2d
+    assert "absolute ids" not in notes("with t2d", "sglang")
     tied = inspect(write(tmp_path / "d", tiny_draft, "sglang", tie_word_embeddings=True))
     assert "uses the embedding as lm_head" in said(tied, "sglang")
 

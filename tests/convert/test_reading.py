@@ -36,6 +36,7 @@ RENAMES = {  # [9]
     "midlayer": lambda name: name.replace("layers.0.", "midlayer."),
     "layers.0": lambda name: name.replace("midlayer.", "layers.0."),
     "model.layers.0": lambda name: f"model.{name.replace('midlayer.', 'layers.0.')}" if "2" not in name[1] else name,
+    "wrapped": lambda name: f"module._orig_mod.{name}",  # by DistributedDataParallel and torch.compile
     "model.midlayer": lambda name: f"model.{name.replace('layers.0.', 'midlayer.')}" if "2" not in name[1] else name,
 }
 
@@ -265,7 +266,8 @@ def test_a_target_is_no_draft(tiny_folder: Path, tmp_path: Path) -> None:
         ({"logit_scale": 0.5}, "logit_scale 0.5"),
         ({"norm_output": False}, "norm_output false: SGLang and vLLM .* SpecForge leaves out the final norm"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}, "rope type 'mrope'"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope type 'mrope'"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": "4,2,2"}}, "mrope_section .* list of positive integers"),
         ({"norm_before_fc": True, "fc_norm": True}, "both on"),
         ({"norm_before_fc": True}, r"missing: input_norm\.weight"),
         ({"fc_norm": True}, r"missing: fc_norm\.0\.weight, fc_norm\.1\.weight, fc_norm\.2\.weight"),
@@ -445,6 +447,13 @@ def test_rope_scaling_is_read_in_both_styles(tmp_path: Path, tiny_draft, layout:
     positions = jnp.asarray([[0, 100, 9000]])
     for got, reference in zip(rotary(rope, positions), rotary(expected, positions), strict=True):
         np.testing.assert_array_equal(got, reference)
+
+
+def test_keys_of_transformers_that_are_about_generating_are_harmless(tmp_path: Path, tiny_draft) -> None:
+    """`json.dump(config.to_dict())` with transformers 4 writes them all."""
+    keys = {"max_length": 20, "num_beams": 1, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0}
+    more = {"length_penalty": 1.0, "repetition_penalty": 1.0, "num_return_sequences": 1, "num_beam_groups": 1}
+    assert e3.load_draft(write(tmp_path / "draft", tiny_draft, "sglang", **keys, **more)).config == tiny_draft.config
 
 
 def test_rope_of_each_layer_type(tmp_path: Path, tiny_draft) -> None:

@@ -3,6 +3,7 @@
 Numbers in brackets are entries of ../shared/spec/field-bugs.md: [10, 12, 15 of spec 8, 44, 51, 52, 53].
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,22 @@ def test_two_files_of_weights_must_agree(tmp_path: Path, tiny_draft) -> None:
     write_torch(folder / "pytorch_model.bin", tensors | {"norm.weight": tensors["norm.weight"] * 2})
     with pytest.raises(e3.UserError, match=r"pytorch_model\.bin and model\.safetensors differ in norm\.weight"):
         e3.load_draft(folder, taps=TAPS)
+
+
+def test_a_missing_shard_of_torch_files_is_named(tmp_path: Path, tiny_draft) -> None:
+    folder = write(tmp_path / "draft", tiny_draft, "safeailab")
+    tensors = load_file(folder / "model.safetensors")
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "pytorch_model-00001-of-00002.bin")}))
+    e3.load_draft(folder, taps=TAPS)  # an index alone is what a conversion to safetensors leaves
+    (folder / "model.safetensors").rename(tmp_path / "away")
+    index.unlink()
+    names = list(tensors)
+    write_torch(folder / "pytorch_model-00001-of-00002.bin", {name: tensors[name] for name in names[:5]})
+    with pytest.raises(e3.UserError, match=r"lacks the weight file\(s\) pytorch_model-00002-of-00002\.bin"):
+        e3.load_draft(folder, taps=TAPS)
+    write_torch(folder / "pytorch_model-00002-of-00002.bin", {name: tensors[name] for name in names[5:]})
+    assert len(stored_tensors(e3.load_draft(folder, taps=TAPS))) == len(tensors)
 
 
 def test_float64_would_lose_bits_and_is_refused(tmp_path: Path, tiny_draft) -> None:

@@ -45,6 +45,25 @@ def test_shapes_and_dtype(packed) -> None:
     assert all(a.dtype == np.float32 for a in packed)
 
 
+def test_inputs_that_do_not_go_together_are_refused_in_one_line(tiny_draft, features, ids, untyped) -> None:
+    fused = np.zeros((1, LENGTH, 192), np.float32)
+    for given, changes, message in [
+        (fused, {}, "does not say what taps"),
+        (list(features.arrays), {}, "does not say what taps"),
+        (features, {"ids": ids[:, :-1]}, r"\[1, 14, 64\] for token ids of shape \[1, 13\]"),
+        (features.map(lambda a: a[..., :32]), {}, r"\[1, 14, 32\]"),
+        (features.map(lambda a: a[:, :1]), {"ids": ids[:, :1]}, "2 or more tokens"),
+        (features, {"ids": ids * 1.0}, "token ids are float64"),
+        (features, {"steps": 0}, "steps 0"),
+        (features, {"document_ids": DOCUMENTS[:, :-1]}, r"document_ids are int64 \[1, 13\]"),
+        (features, {"positions": np.arange(LENGTH - 1)[None]}, "positions are"),
+        (features, {"positions": np.arange(LENGTH)[None] * 0.5}, "positions are float64"),
+    ]:
+        with pytest.raises((e3.UserError, e3.WiringError), match=message) as caught:
+            tiny_draft.ttt_forward(given, **{"ids": ids, "steps": 1} | changes)
+        assert "\n" not in str(caught.value)
+
+
 def test_slots_without_meaning_are_finite(packed) -> None:
     assert all(np.isfinite(a).all() for a in packed)
 

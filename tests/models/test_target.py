@@ -191,6 +191,19 @@ def test_facts_of_a_loaded_target(tmp_path: Path, tiny_target) -> None:
     assert e3.load_target(folder).eos_token_ids == (7, 2, 5)
 
 
+def test_ids_lengths_and_dtypes_that_mean_nothing_are_refused(tiny_folder: Path, tiny_target, untyped) -> None:
+    ids = ids_of(0, 2, 4)
+    for wrong in ([4], [5, 1], [-1, 4], [4.0, 2.0], 4):
+        with pytest.raises(e3.UserError, match=r"give 2 integers in 0\.\.4"):
+            tiny_target.forward(ids, lengths=wrong)
+    for wrong, message in ((ids + 0.5, "are float64"), ([[3, 4], [5]], "differ in length / pad them")):
+        with pytest.raises(e3.UserError, match=message):
+            tiny_target.forward(wrong)
+    for wrong in ("bf16", "float64", "int8", None):
+        with pytest.raises(e3.UserError, match="give one of float32, bfloat16, float16"):
+            e3.load_target(tiny_folder, dtype=wrong)
+
+
 # --- loading: anything but a complete, fitting model is refused in one line
 
 
