@@ -19,7 +19,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.sharding import ONE_DEVICE, Placement
 
 Params = dict[str | int, Any]  # nested; entries of a layer list have integer keys
-FLOATS = ("float32", "bfloat16", "float16")  # that weights may have
+FLOATS = ("float32", "float16", "bfloat16")  # that weights may have
 
 
 def safetensors_files(folder: Path) -> list[Path]:

@@ -200,7 +200,7 @@ def test_ids_lengths_and_dtypes_that_mean_nothing_are_refused(tiny_folder: Path,
         with pytest.raises(e3.UserError, match=message):
             tiny_target.forward(wrong)
     for wrong in ("bf16", "float64", "int8", None):
-        with pytest.raises(e3.UserError, match="give one of float32, bfloat16, float16"):
+        with pytest.raises(e3.UserError, match="give one of float32, float16, bfloat16"):
             e3.load_target(tiny_folder, dtype=wrong)
 
 
