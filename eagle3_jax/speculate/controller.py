@@ -24,7 +24,7 @@ Rates = Sequence[float]  # conditional acceptance by depth
 _MENU = ("plain", "chain:1", "chain:2", "chain:3", "chain:5", "tree:3x4x12")  # few: each is a compiled program
 _GAIN = 1.05  # what drafting must promise: costs are known to some percent
 _WORTH = 1.02  # what a strategy must gain over the others to be compiled
-_TRIALS = 0.005  # share of the time that trials may cost
+_TRIALS = 0.003  # share of the time that trials may cost where costs are known
 _CHANGE = 0.1  # what a change from plain rounds to drafting costs beside, in plain rounds: the draft catches up
 _SOON = 2.0  # rounds between trials where drafting may be slower than plain decoding
 _MEMORY = 0.98  # weight of a count after one more: the last fifty decide
@@ -80,7 +80,7 @@ def worthwhile(costs: Mapping[Strategy, float]) -> dict[Strategy, float]:
 
 def next_trial(costs: RoundCosts, tokens: Mapping[Strategy, float], chosen: Strategy) -> tuple[Strategy, float]:
     """What the next trial is to try, and rounds of the chosen strategy until then: so many that trials cost no more
-    than their share of the time. tokens: as for `choose`.
+    than their share of the time, which is greater while little is known of the cost. tokens: as for `choose`.
 
     While plain: what would be best, earlier if it may be cheaper than known. While drafting: what would be best if it
     were as cheap as it may be; but soon the chosen one, if plain decoding may be better for all that is known.
@@ -95,7 +95,8 @@ def next_trial(costs: RoundCosts, tokens: Mapping[Strategy, float], chosen: Stra
             return chosen, _SOON
         tried = best_drafting(cheapest, tokens)
         lost = 2 * max(0.0, costs[tried] - tokens[tried] / speed) + (1 - 1 / speed)
-    return tried, (lost + _CHANGE) / _TRIALS / costs[chosen]
+    share = _TRIALS * costs.doubt(tried) ** 2
+    return tried, (lost + _CHANGE) / share / costs[chosen]
 
 
 def tree_rate(rate: float, strategy: Strategy) -> float:

@@ -72,14 +72,14 @@ def test_what_never_gains_is_not_worth_having() -> None:
 
 
 def simulate(
-    costs: list[float], rate, rounds: int, batch: int = 1, trained=None, kept: list[float] | None = None
+    costs: list[float], rate, rounds: int, batch: int = 1, trained=None, kept: list[float] | None = None, seed: int = 0
 ) -> tuple[float, list[str]]:
     """Tokens a second against plain decoding, drafts being right with probability rate(round), and what was chosen.
 
     kept: what rounds cost by the files. They take as long as they truly cost, give or take some percent, on a machine
     that slowly becomes half as fast and again as fast as it was; one in twenty takes three times as long.
     """
-    policy, rng, true = Controller(5, trained), np.random.default_rng(0), table(costs)
+    policy, rng, true = Controller(5, trained), np.random.default_rng(seed), table(costs)
     known = RoundCosts(table(kept or costs))
     spent, committed, chosen, newest = 0.0, 0, [], None
     for i in range(rounds):
@@ -101,12 +101,13 @@ def simulate(
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("trained", [None, [0.5, 0.5, 0.5]])
 def test_never_much_slower_than_plain_and_as_fast_as_the_best(costs, batch: int, trained) -> None:
-    for rate in (0.0, 0.05, 0.2, 0.5, 0.8, 1.0):
-        speed, _ = simulate(costs, lambda i: rate, 200 if trained else 120, batch, trained)  # noqa: B023
+    for rate in (0.0, 0.1, 0.5, 1.0):
+        rounds = 200 if trained else 120
+        speeds = [simulate(costs, lambda i: rate, rounds, batch, trained, seed=seed)[0] for seed in (0, 1)]  # noqa: B023
         best = max(expected_tokens(s.depth, [tree_rate(rate, s)] * 5) / table(costs)[s] for s in MENU)
-        assert speed >= 0.97, (rate, speed)
+        assert min(speeds) >= 0.97, (rate, speeds)
         if trained is None or rate < 1:  # where training was far wrong, and probes are dear, they take longer
-            assert speed >= 0.85 * best, (rate, speed, best)
+            assert np.mean(speeds) >= 0.85 * best, (rate, speeds, best)
 
 
 def test_drafting_comes_back_when_it_pays_again() -> None:
@@ -120,11 +121,17 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
 DEAR, CHEAP, MIXED, OTHERWISE = (1.5,) * 5, (1 / 1.5,) * 5, (1.5, 1 / 1.5) * 2 + (1.5,), (1 / 1.5, 1.5) * 2 + (1 / 1.5,)
 
 
-def corrected(costs: list[float], wrong: tuple[float, ...], rate: float, rounds: int = 500) -> tuple[float, float]:
-    """Speed against plain decoding, and against the best strategy, where kept costs are wrong by these factors."""
+def corrected(
+    costs: list[float], wrong: tuple[float, ...], rate: float, rounds: int, seeds: int
+) -> tuple[float, float]:
+    """Speed against plain decoding, the least of some runs, and against the best strategy, their mean.
+
+    wrong: factors that kept costs are wrong by.
+    """
     kept = [1.0, *(cost * times for cost, times in zip(costs[1:], wrong, strict=True))]
-    speed, _ = simulate(costs, lambda i: rate, rounds, kept=kept)
-    return speed, speed / max(expected_tokens(s.depth, [tree_rate(rate, s)] * 5) / table(costs)[s] for s in MENU)
+    speeds = [simulate(costs, lambda i: rate, rounds, kept=kept, seed=seed)[0] for seed in range(seeds)]
+    best = max(expected_tokens(s.depth, [tree_rate(rate, s)] * 5) / table(costs)[s] for s in MENU)
+    return min(speeds), np.mean(speeds) / best
 
 
 @pytest.mark.parametrize(
@@ -133,14 +140,14 @@ def corrected(costs: list[float], wrong: tuple[float, ...], rate: float, rounds:
     ids=["cheap", "dear", "mixed"],
 )
 def test_kept_costs_that_are_wrong_are_corrected_by_the_rounds_that_run(costs, wrong, rate: float) -> None:
-    of_plain, of_best = corrected(costs, wrong, rate)
+    of_plain, of_best = corrected(costs, wrong, rate, rounds=500, seeds=1)
     assert of_plain >= 0.97 and of_best >= 0.9
 
 
 @pytest.mark.parametrize("costs", [CPU, CPU_8, GPU], ids=["cpu", "cpu at batch 8", "accelerator"])
 @pytest.mark.parametrize("wrong", [DEAR, CHEAP, MIXED, OTHERWISE], ids=["dear", "cheap", "mixed", "otherwise"])
 def test_whatever_they_are_wrong_by(costs, wrong) -> None:
-    speeds = {rate: corrected(costs, wrong, rate, rounds=1000) for rate in (0.02, 0.3, 0.75)}
+    speeds = {rate: corrected(costs, wrong, rate, rounds=1000, seeds=4) for rate in (0.02, 0.3, 0.75)}
     assert all(of_plain >= 0.97 and of_best >= 0.85 for of_plain, of_best in speeds.values()), speeds
 
 
