@@ -12,7 +12,7 @@ from typing import Any
 from eagle3_jax.data.files import rows
 from eagle3_jax.errors import UserError
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # ShareGPT's names. Its `function_call` is left out: systems disagree on how it is rendered.
 SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 CHAT_KEYS = ("conversations", "messages")
@@ -125,6 +125,8 @@ def _message(message: Any, where: str, name: str) -> dict[str, Any]:
     given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
     own, sharegpt = "role" in given, "from" in given
     if own == sharegpt or ("content" if own else "value") not in given and "tool_calls" not in given:
+        null = [key for key in message if key not in given] if isinstance(message, dict) else []
+        found += f" ({', '.join(null)} null)" if null else ""
         raise UserError(f'{where}: {name} needs "role" and "content", or "from" and "value"; found {found}')
     if sharegpt:
         given["role"] = SHAREGPT.get(str(given.pop("from")), message["from"])
@@ -132,15 +134,18 @@ def _message(message: Any, where: str, name: str) -> dict[str, Any]:
     if given["role"] not in ROLES:
         accepted = ", ".join([*ROLES, *SHAREGPT])
         raise UserError(f"{where}: {name} has unknown role {given['role']!r}; accepted: {accepted}")
-    # A key may change what is rendered or trained on (weight, train), so none is dropped.
-    extra = [key for key in given if key not in MESSAGE_KEYS]
-    thoughts = [key for key in THOUGHTS if key in given]
-    if extra or len(thoughts) > 1:
+    # A key may change what is rendered or trained on (weight, train), so none is dropped; servers write empty ones.
+    extra = [key for key in given if key not in MESSAGE_KEYS and given[key] not in ("", [], {})]
+    # Thoughts are one text, which some servers write under two names for readers of either. Blank ones are none.
+    thoughts = {key: _text(given[key], where, f"{name} {key}") for key in THOUGHTS if key in given}
+    if extra or len(set(thoughts.values())) > 1:
         keys = ", ".join(extra or thoughts)
         raise UserError(f"{where}: {name} has keys that have no one meaning ({keys}); put it all into content")
-    clean = {"role": given["role"], "content": _content(given.get("content", ""), where, f"{name} content")}
-    for key in (*thoughts, *(k for k in ("name", "tool_call_id") if k in given)):
-        clean[key] = _text(given[key], where, f"{name} {key}")
+    clean = {"role": given["role"], "content": _content(given.get("content", ""), given["role"], where, name)}
+    clean |= {key: text for key, text in thoughts.items() if text.strip()}
+    for key in ("name", "tool_call_id"):
+        if key in given:
+            clean[key] = _text(given[key], where, f"{name} {key}")
     if given.get("tool_calls"):
         if given["role"] != "assistant":
             raise UserError(f"{where}: {name} has tool_calls, which only an assistant message can have")
@@ -148,11 +153,19 @@ def _message(message: Any, where: str, name: str) -> dict[str, Any]:
     return clean
 
 
-def _content(value: Any, where: str, name: str) -> str:
-    """A string, or the one text part of OpenAI's list form: servers join several parts in different ways."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) and value[0].get("type") == "text":
-        value = value[0].get("text")
-    return _text(value, where, name)
+def _content(value: Any, role: str, where: str, name: str) -> str:
+    """A string, or OpenAI's list of text parts, joined by newlines as our server does it (and vLLM). What a model
+    generated is one text."""
+    name = f"{name} content"
+    if not isinstance(value, list):
+        return _text(value, where, name)
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise UserError(f"{where}: {name} has a part of type {kind}; only text is trained on")
+    if role == "assistant" and len(value) != 1:
+        raise UserError(f"{where}: {name} has {len(value)} parts, but a model generates one text; join them")
+    return "\n".join(_text(part.get("text"), where, name) for part in value)
 
 
 def _tool_calls(value: Any, where: str, name: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ and serving see different ids is an error that names the row.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -169,11 +169,12 @@ def _mark_turn(whole: _Text, record: Conversation, i: int, options: ChatOptions)
     else:
         start, body_end = _answer(text, len(prompt), parts[0], whole.offsets[whole.special], turn)
     if "tool_calls" in message:
+        _require_calls(whole.tokenizer, record, i, turn, options)
         if not text.startswith(own):
             raise UserError(f"{turn}: the chat template renders these tool calls in another way once the chat goes on")
         end = len(own)
     else:
-        end = _end_of_turn(whole, own[len(prompt) :], body_end, turn)
+        end = _first_end(whole, start, body_end, _end_of_turn(whole, own[len(prompt) :], body_end, turn))
     whole.mark(start, end, prompt, turn)
 
 
@@ -192,7 +193,7 @@ def _prompt(tokenizer: Any, record: Conversation, i: int, text: str, turn: str, 
 
 def _parts(message: dict[str, Any]) -> list[str]:
     """What must be in the rendering of an answer, in order: thoughts, if there are any, and content."""
-    thoughts = [message[key].strip() for key in THOUGHTS if key in message]
+    thoughts = list(dict.fromkeys(message[key].strip() for key in THOUGHTS if key in message))
     content = message["content"]
     if not thoughts and "</think>" in content:
         before, _, content = content.partition("</think>")
@@ -257,6 +258,26 @@ def _end_of_turn(whole: _Text, own: str, body_end: int, turn: str) -> int:
     if not found.size or whole.tokenizer.convert_ids_to_tokens(int(whole.ids[found[0]])) not in own:
         return body_end
     return int(offsets[found[0], 1])
+
+
+def _first_end(whole: _Text, start: int, body_end: int, end: int) -> int:
+    """`end`, or the end of the same end-of-turn token within the answer, where the model stopped: data that was
+    decoded with its special tokens has it twice."""
+    first, last = whole.offsets[:, 0], whole.offsets[:, 1]
+    token = whole.ids[(last == end) & (first >= body_end)]
+    inner = last[np.isin(whole.ids, token) & (first >= start) & (last <= body_end)]
+    return int(inner[0]) if inner.size else end
+
+
+def _require_calls(tokenizer: Any, record: Conversation, i: int, turn: str, options: ChatOptions) -> None:
+    """UserError if the chat template leaves out the tool calls of message i, which the model generated."""
+    plain = {key: value for key, value in record.messages[i].items() if key != "tool_calls"}
+    without = replace(record, messages=[*record.messages[:i], plain])
+    if _rendered(tokenizer, without, i + 1, False, options) == _rendered(tokenizer, record, i + 1, False, options):
+        raise UserError(
+            f"{turn}: the chat template leaves out tool calls, so what the model generated is not in the text; use "
+            "another template, or rows of text or input_ids"
+        )
 
 
 _EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*")  # written by templates, never by the model
@@ -324,6 +345,8 @@ def _render(
 ) -> str:
     if not tokenizer.chat_template:
         raise UserError(f"{where}: the tokenizer has no chat template; use an instruct model's, or rows of input_ids")
+    if "developer" not in str(tokenizer.chat_template):  # another name of the system prompt
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
     try:
         return tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **template

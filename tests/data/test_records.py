@@ -11,6 +11,7 @@ import pytest
 
 from eagle3_jax.data.records import Conversation, TextRow, TokenRow, read_prompts, read_records
 from eagle3_jax.errors import UserError
+from eagle3_jax.serving.api.messages import template_messages
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello\u2028there"}]
@@ -37,6 +38,19 @@ def test_every_accepted_shape_is_read_in_order(tmp_path: Path) -> None:
 def test_null_keys_of_a_message_are_ignored_and_a_chat_needs_no_assistant(tmp_path: Path) -> None:
     path = write(tmp_path, {"messages": [{"role": "user", "content": "hi", "tool_calls": None}], "text": None})
     assert read_records(path)[0].messages == [{"role": "user", "content": "hi"}]
+
+
+def test_messages_as_servers_write_them(tmp_path: Path) -> None:
+    """Parts are joined as our server joins them; what is empty or blank says nothing; thoughts may have two names."""
+    parts = [{"type": "text", "text": "2 + 2?"}, {"type": "text", "text": "Be brief."}]
+    empty = {"refusal": None, "audio": None, "annotations": [], "function_call": None, "tool_calls": []}
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "", "reasoning": ""} | empty
+    twice = {"role": "assistant", "content": "6", "reasoning_content": "hm", "reasoning": "hm"}
+    question = {"role": "user", "content": parts}
+    chat = read_records(write(tmp_path, {"messages": [question, answer, question, twice]}))[0].messages
+    joined = {"role": "user", "content": "2 + 2?\nBe brief."}
+    assert chat == [joined, {"role": "assistant", "content": "4"}, joined, twice]
+    assert template_messages([question]) == [joined]
 
 
 def test_sharegpt_system_tools_and_parts(tmp_path: Path) -> None:
@@ -113,12 +127,15 @@ def test_torn_tables_are_one_line(tmp_path: Path, name: str) -> None:
         ({"messages": [{"from": "human", "role": "user", "value": "hi"}]}, r'messages\[0\] needs "role" and "content"'),
         ({"messages": [{"from": "human", "text": "hi"}]}, "found keys from, text"),
         ({"messages": [{"from": "function_call", "value": "{}"}]}, "unknown role 'function_call'"),
-        ({"messages": [{"role": "bot", "content": "hi"}]}, "unknown role 'bot'; accepted: system, user"),
-        ({"messages": [{"role": "user", "content": ["hi"]}]}, "must be a string, found list"),
+        ({"messages": [{"role": "bot", "content": "hi"}]}, "unknown role 'bot'; accepted: system, developer, user"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "a part of type str; only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type image_url; only text"),
+        ({"messages": [{"role": "assistant", "content": None}]}, r"found keys role, content \(content null\)"),
+        ({"messages": [{"role": "assistant", "content": "x", "reasoning": "a", "thinking": "b"}]}, "no one meaning"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "tool_calls must be a list"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [{"name": "f"}]}]}, "only an assistant"),
         ({"messages": [{"role": "assistant", "content": "x", "weight": 0}]}, r"no one meaning \(weight\)"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}] * 2}]}, "found list"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}] * 2}]}, "2 parts, but a model"),
         ({"messages": CHAT, "tools": "add"}, "tools is a string but not JSON"),
         ({"messages": CHAT, "tools": [1]}, '"tools" must be a list of objects'),
         ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "first system message that differs"),

@@ -230,6 +230,30 @@ def test_tool_calls_are_what_the_model_generated(name: str) -> None:
     assert ("<tools>" in tokenizer.decode(first)) == (name == "qwen2.5")
 
 
+@pytest.mark.parametrize("name", ["chatml", "smollm2", "phi3"])
+def test_tool_calls_that_a_template_leaves_out_are_refused(name: str) -> None:
+    """Else an empty answer would be trained on."""
+    tokenizer, record = FORMATS[name][0](), chat("2 + 2?", "Let me see", "ok", "4")
+    record.messages[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": 2}}}]
+    with pytest.raises(UserError, match="message 1: the chat template leaves out tool calls"):
+        tokenise(tokenizer, record, len(tokenizer))
+
+
+def test_an_answer_ends_at_its_first_end_token() -> None:
+    """Answers that were decoded with their special tokens."""
+    assert supervised(smollm2(), chat("x", "4<|im_end|>", "y", "6")) == ["4<|im_end|>", "6<|im_end|>"]
+    assert supervised(mistral(), chat("x", "4</s>")) == [" 4</s>"]
+
+
+def test_a_developers_prompt_is_the_system_prompt_of_templates_that_do_not_know_it() -> None:
+    record = chat("Be kind", "4", "y", "6")
+    for message, role in zip(record.messages, ("developer", "user", "assistant", "user"), strict=True):
+        message["role"] = role
+    ids = [tokenise(smollm2(), record, len(smollm2()))[0][0].tolist()]
+    record.messages[0]["role"] = "system"
+    assert ids == [tokenise(smollm2(), record, len(smollm2()))[0][0].tolist()]
+
+
 def test_a_template_that_rewrites_what_came_before_gets_a_document_a_turn() -> None:
     """Each is the prompt that a server sends, then the answer."""
     tokenizer = smollm2_with("{{ messages | length }}" + SMOLLM2)
