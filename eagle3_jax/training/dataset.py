@@ -145,18 +145,21 @@ def steps_an_epoch(packed: Packed, batch_rows: int) -> int:
 
 
 def rows_of_step(step: int, rows: int, batch_rows: int, seed: int, pass_steps: int | None = None) -> list[int]:
-    """Row numbers of optimiser step `step` (from 0): every row once a pass, shuffled anew for each pass.
-
-    pass_steps: steps of a pass if it is shorter than all rows; the rows are then those of the first pass. A function of
-    its arguments alone, so that a resumed run sees exactly the rows it would have seen.
-    """
+    """Row numbers of optimiser step `step` (from 0), see `rows_of_pass`. A function of its arguments alone, so that a
+    resumed run sees exactly the rows it would have seen."""
     passed, place = divmod(step, pass_steps or -(-rows // batch_rows))
-    order = np.random.default_rng([seed, 0]).permutation(rows)[
-        : None if pass_steps is None else pass_steps * batch_rows
-    ]
-    if passed:
-        order = np.random.default_rng([seed, passed]).permutation(order)
+    order = rows_of_pass(passed, rows, batch_rows, seed, pass_steps)
     return order[place * batch_rows : (place + 1) * batch_rows].tolist()
+
+
+def rows_of_pass(number: int, rows: int, batch_rows: int, seed: int, pass_steps: int | None = None) -> np.ndarray:
+    """Row numbers of a pass (from 0) in its order: every row once, shuffled anew for each pass.
+
+    pass_steps: steps of a pass if it is shorter than all rows; the rows are then those of the first pass.
+    """
+    first = np.random.default_rng([seed, 0]).permutation(rows)
+    first = first if pass_steps is None else first[: pass_steps * batch_rows]
+    return np.random.default_rng([seed, number]).permutation(first) if number else first
 
 
 def make_batch(packed: Packed, rows: list[int], batch_rows: int) -> Batch:

@@ -26,6 +26,7 @@ from eagle3_jax.training.budget import Budget
 from eagle3_jax.training.dataset import (
     batches_in_order,
     make_batch,
+    rows_of_pass,
     rows_of_step,
     steps_an_epoch,
 )
@@ -129,10 +130,14 @@ def _loop(
     metrics_file = run_folder.Metrics(folder / "metrics.jsonl" if is_main() else None, step)
     began, heldout = time.perf_counter() - spent, None
     with deferred_interrupt() as interrupted, open_trackers(run.config, first) as trackers:
-        while step < (total := budget.total(step, *from_main(time.perf_counter() - began))):
+
+        def stop_if_asked() -> None:
             if any_process(interrupted.is_set()):
                 run.checkpoints.save(step, state, _extra(budget, total, None, time.perf_counter() - began), None)
                 raise KeyboardInterrupt(f"stopped at step {step} of {total:.0f} / {folder} / --resume goes on")
+
+        while step < (total := budget.total(step, *from_main(time.perf_counter() - began))):
+            stop_if_asked()
             begin = time.perf_counter()
             chosen = rows_of_step(step, rows, training.batch_rows, training.seed, budget.pass_steps)
             batch = make_batch(run.train, chosen, training.batch_rows)
@@ -173,7 +178,9 @@ def _loop(
             better = tau is not None and tau > run.checkpoints.best_tau
             if better or step >= total or step % training.checkpoint_every == 0:
                 run.checkpoints.save(step, state, _extra(budget, total, heldout, elapsed), tau)
-        return state, heldout or evaluate(run, state)
+        heldout = heldout or evaluate(run, state)
+        stop_if_asked()
+        return state, heldout
 
 
 def _extra(budget: Budget, total: float, heldout: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
@@ -268,7 +275,7 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
         run_folder.write_json(folder / "samples.json", samples)
     say(f"draft written to {folder / 'export'} (step {step}, held-out simulated tau {heldout['simulated_tau']:.3f})")
     rows, batch_rows, seed = len(run.train.input_ids), run.config.training.batch_rows, run.config.training.seed
-    used = [row for first in range(budget.pass_steps) for row in rows_of_step(first, rows, batch_rows, seed)]
+    used = rows_of_pass(0, rows, batch_rows, seed, budget.pass_steps)
     result = {
         "name": run.config.name,
         "step": step,

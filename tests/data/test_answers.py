@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import UserError, generate, load_target
+from eagle3_jax.data import files
 from eagle3_jax.data.answers import AnswerSettings, generate_answers
 from eagle3_jax.data.template import prompt_ids
 from tests.cli.tiny_target import read_rows, write_prompts, write_tiny_target
@@ -59,6 +60,17 @@ def test_a_second_run_writes_nothing(target, prompts, tmp_path):
     before = out.read_bytes()
     counts = run(target, prompts, out, SETTINGS["greedy"])
     assert (counts.already_there, counts.written, out.read_bytes()) == (len(PROMPTS), 0, before)
+
+
+def test_prompts_of_the_hub(target, tmp_path, monkeypatch):
+    rows = [{"turns": turns} for turns in PROMPTS]
+    monkeypatch.setattr(files, "_hub_rows", lambda name: enumerate(rows, start=1))
+    out, hub = tmp_path / "out.jsonl", Path("hf:org/prompts")
+    assert run(target, hub, out, SETTINGS["greedy"], limit=2).written == 2
+    assert run(target, hub, out, SETTINGS["greedy"], limit=2).already_there == 2
+    rows.pop()
+    with pytest.raises(UserError, match="begun with other settings .prompts "):
+        run(target, hub, out, SETTINGS["greedy"])
 
 
 def test_slots_may_change_between_runs(target, prompts, tmp_path):

@@ -19,12 +19,13 @@ PROMPTS = [["one"], ["two", "and then"], ["cut"], ["three"]]
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with the last message backwards. `faults`: status codes to give first; `asked`: bodies of requests."""
+    """Answers with the last message backwards. `faults`: status codes to give first; `asked`: bodies of requests;
+    `instead`: what is answered to all of them."""
 
     daemon_threads = True
 
     def __init__(self):
-        self.faults, self.asked = [], []
+        self.faults, self.asked, self.instead = [], [], None
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1/"
 
@@ -38,11 +39,14 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.faults:
             self._reply(self.server.faults.pop(0), {"error": "not\nnow"})
             return
+        if self.server.instead is not None:
+            self._reply(200, self.server.instead)
+            return
         self.server.asked.append(body)
         text = body["messages"][-1]["content"]
         reason = "length" if text == "cut" else "stop"
         choice = {"message": {"role": "assistant", "content": text[::-1]}, "finish_reason": reason}
-        self._reply(200, {"choices": [choice], "usage": {"completion_tokens": len(text)}})
+        self._reply(200, {"choices": [choice], "usage": {"completion_tokens": len(text)} if text == "one" else None})
 
     def _reply(self, status, content):
         raw = json.dumps(content).encode()
@@ -110,6 +114,11 @@ def test_faults_are_one_line(server, tmp_path) -> None:
     server.faults = [500] * 4
     with pytest.raises(UserError, match="does not answer .500"):
         ask(server, tmp_path, slots=1)
+    choice = {"finish_reason": "stop", "message": {"content": [{"type": "text"}]}}
+    for server.instead in ({"error": "none"}, [], {"choices": []}, {"choices": ["a"]}, {"choices": [choice]}):
+        with pytest.raises(UserError, match="not in OpenAI's form|is no text"):
+            ask(server, tmp_path, slots=1)
+    server.instead = None
     (tmp_path / "short").mkdir()
     assert ask(server, tmp_path / "short", max_prompt=3, slots=1).too_long == 4
     with pytest.raises(UserError, match="greedy answers are all the same"):

@@ -1,6 +1,7 @@
 """A draft alone finds its target: by the name in its config, local or on the hub, or one line says what to do."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,13 @@ def test_a_local_path(tmp_path, tiny_folder):
     ):
         found, origin = find_target(draft_naming(tmp_path / str(len(list(tmp_path.iterdir()))), **names))
         assert found == str(tiny_folder) and str(tiny_folder) in origin
+
+
+def test_a_hub_name_stays_one(tmp_path, tiny_folder, monkeypatch):
+    """Not the folder of the download, after which a server would call the model."""
+    places = {"someone/model": tiny_folder}
+    monkeypatch.setattr(verifier, "resolve", lambda name, **also: places.get(name) or Path(name))
+    assert find_target(draft_naming(tmp_path / "draft", "someone/model"))[0] == "someone/model"
 
 
 @pytest.mark.parametrize("name", ["gone/away/model", "someone/model"])

@@ -470,8 +470,10 @@ def test_auto_is_plain_where_nothing_else_is_compiled(pair, default: str) -> Non
 
 
 def test_full_queue_and_names_in_use(engine) -> None:
-    """An engine of the same shapes that has not begun: everybody waits."""
-    waiting = Engine(engine._target, engine._draft, dataclasses.replace(SETTINGS, queue=1))
+    """An engine of the same shapes that has not begun: everybody waits. Its draft's head is lent by the target."""
+    draft = engine._draft.with_params({k: v for k, v in engine._draft.params.items() if k != "lm_head"})
+    waiting = Engine(engine._target, draft, dataclasses.replace(SETTINGS, queue=1))
+    assert waiting.stats().kv_bytes == engine.stats().kv_bytes
 
     async def fill() -> None:
         tasks = [asyncio.create_task(collect(waiting, asked(f"w{i}", [3]))) for i in range(SETTINGS.slots + 1)]

@@ -301,7 +301,7 @@ def press_in(patch: pytest.MonkeyPatch, place: str, at: int) -> None:
         ("_step_metrics", 7, 7),
         ("evaluate", 1, 2),
         ("_extra", 1, 2),
-        ("progress", 5, 5),
+        ("progress", 12, 12),  # after the last step
         ("progress raises", 5, 5),
     ],
 )
