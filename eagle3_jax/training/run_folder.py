@@ -45,9 +45,11 @@ def check(
         raise UserError(f"{folder} exists already / pass --resume to go on with it or choose another name")
     before = _read(folder / "config.yaml", parse_yaml)
     now, added = plain(config), fill_in(before)
-    for config_of in (before, now):  # a run may go on with other devices and trackers
-        for key in ("mesh", "tracking"):
+    for config_of in (before, now):  # a run may go on with other devices and trackers, and wherever its folder lies
+        for key in ("mesh", "tracking", "runs_dir", "name"):
             config_of.pop(key, None)
+    if "result.json" not in found:
+        _leave_out_places(before, now)
     if differing := _differing(before, now):
         raise UserError(f"{folder} was begun with another config ({differing}) / choose another name")
     if added:
@@ -59,6 +61,22 @@ def check(
             f"{folder} is finished, but its export is gone / remove its result.json, and --resume writes it"
         )
     return read_result(folder)
+
+
+def _leave_out_places(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Of data, and of a target that was moved, the content must be the same and not the path: a checkpoint compares
+    that when it is restored, of the target by a sample of its weights."""
+    for section, keys in (("target", ("path",)), ("data", ("train", "heldout"))):
+        old, new = before.get(section), now[section]
+        if isinstance(old, dict) and (section == "data" or _same_place(str(old.get("path")), str(new["path"]))):
+            for key in keys:
+                old.pop(key, None)
+                new.pop(key)
+
+
+def _same_place(old: str, new: str) -> bool:
+    """Whether the paths lead to one folder, or the old one to none any more."""
+    return not os.path.exists(old) or os.path.realpath(old) == os.path.realpath(new)
 
 
 def begin(folder: Path, config: Config) -> None:

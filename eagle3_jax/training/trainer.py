@@ -85,6 +85,8 @@ def train(
     run = prepare(config, folder, target, run_folder.init_from(folder, init_from), say)
     try:
         state, budget, seconds = _start(run, say)
+        if resume and run.checkpoints.latest is None:
+            say("there is no checkpoint to go on from: training begins at step 0")
         state, heldout = _loop(run, state, budget, seconds, folder, progress)
         return _finish(run, state, budget, folder, heldout, say)
     finally:

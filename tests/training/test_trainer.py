@@ -146,6 +146,28 @@ def test_a_finished_run_is_not_touched(world, trained) -> None:
     assert (trained / "metrics.jsonl").stat().st_mtime_ns == before
 
 
+def test_a_run_that_was_moved_goes_on_where_it_lies(trained, tmp_path) -> None:
+    """So do its data and target under other paths, whose content the checkpoints compare; not once it is finished."""
+    folder = tmp_path / "elsewhere ü" / "renamed"
+    folder.mkdir(parents=True)
+    raw = yaml.safe_load((trained / "config.yaml").read_text())
+
+    def check(old: str, new: str) -> None:
+        (folder / "config.yaml").write_text(yaml.safe_dump(raw | {"target": raw["target"] | {"path": old}}))
+        now = raw | {"runs_dir": str(folder.parent), "name": "renamed", "target": raw["target"] | {"path": new}}
+        config = Config.model_validate(now | {"data": raw["data"] | {"train": "few.jsonl", "heldout": "other.jsonl"}})
+        assert config.run_dir == folder and run_folder.check(folder, config, True) is None
+
+    target = raw["target"]["path"]
+    check(target, f"{target}/../{Path(target).name}")
+    check(str(tmp_path / "gone"), target)
+    with pytest.raises(UserError, match="begun with another config .target.path"):
+        check(str(tmp_path), target)  # it is there, and another one
+    (folder / "result.json").write_text("{}")
+    with pytest.raises(UserError, match="begun with another config .data.heldout"):
+        check(target, target)
+
+
 @pytest.mark.parametrize(
     ("section", "change", "named"),
     [
