@@ -10,7 +10,6 @@ ratios: a machine's milliseconds are its own.
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -20,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that a che
 
 import eagle3_jax as e3  # noqa: E402
 from eagle3_jax.cli.common import open_target  # noqa: E402
+from eagle3_jax.data.records import read_prompts  # noqa: E402
+from eagle3_jax.data.template import prompt_ids  # noqa: E402
 from eagle3_jax.serving.engine import Engine  # noqa: E402
 from eagle3_jax.serving.requests import Request, Settings  # noqa: E402
 from eagle3_jax.speculate.acceptance import tau  # noqa: E402
@@ -39,14 +40,8 @@ _QUESTIONS = (
 
 def prompts(target: e3.Target, file: Path | None) -> list[tuple[int, ...]]:
     """Token ids of first turns, in the target's chat template."""
-    rows = [json.loads(line)["turns"][0] for line in file.read_text().splitlines()] if file else _QUESTIONS
-    tokenizer = target.require_tokenizer()
-
-    def ids(text: str) -> tuple[int, ...]:
-        message = [{"role": "user", "content": text}]
-        return tuple(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
-
-    return [ids(text) for text in rows]
+    texts, tokenizer = [turns[0] for turns in read_prompts(file)] if file else _QUESTIONS, target.require_tokenizer()
+    return [tuple(prompt_ids(tokenizer, [{"role": "user", "content": text}])) for text in texts]
 
 
 async def cell(engine: Engine, asked: list[tuple[int, ...]], strategy: str, new: int) -> dict[str, float]:

@@ -25,6 +25,7 @@ import eagle3_jax as e3  # noqa: E402
 from eagle3_jax.cli.common import start_jax  # noqa: E402
 from eagle3_jax.data.records import read_prompts  # noqa: E402
 from eagle3_jax.data.template import prompt_ids  # noqa: E402
+from eagle3_jax.files import write_whole  # noqa: E402
 from eagle3_jax.machine import describe_machine  # noqa: E402
 
 COPIES = {  # name: dtype, quantize; the first is what the others are compared with
@@ -106,7 +107,7 @@ def main() -> None:
         kl, size = f"{row['kl']:.2e} | {row['kl_99']:.2e}", f"{row['bytes'] / 1e6:.0f}"
         print(f"| {name} | {row['agreement']:.1%} | {kl} | {size} | {shown} |")
     if args.json is not None:
-        args.json.write_text(json.dumps({"rows": rows, "machine": describe_machine()}, indent=2) + "\n")
+        write_whole(args.json, json.dumps({"rows": rows, "machine": describe_machine()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

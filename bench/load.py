@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that a che
 from bench.http_client import Address, metrics, request  # noqa: E402
 from bench.server import started  # noqa: E402
 from bench.workload import Job, jobs, malformed  # noqa: E402
+from eagle3_jax.files import write_whole  # noqa: E402
 
 _GROWTH = 0.05  # of resident memory between a quarter of the requests and the end
 _PATIENCE = 300.0  # seconds for one request, 429s included
@@ -319,9 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     report["versions"] = {name: metadata.version(name) for name in ("jax", "jaxlib", "starlette", "uvicorn")}
     if options.json:
-        partial = options.json.with_name(options.json.name + ".part")
-        partial.write_text(json.dumps(report, indent=1), encoding="utf-8")
-        partial.replace(options.json)
+        write_whole(options.json, json.dumps(report, indent=1) + "\n")
     for fault in report["faults"][:20]:
         print(f"fault: {fault}")
     return 1 if report["faults"] else 0

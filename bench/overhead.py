@@ -26,6 +26,7 @@ from bench.http_client import Address, request  # noqa: E402
 from bench.server import started  # noqa: E402
 from bench.workload import prompts  # noqa: E402
 from eagle3_jax.data.template import prompt_ids  # noqa: E402
+from eagle3_jax.files import write_whole  # noqa: E402
 from eagle3_jax.machine import describe_machine  # noqa: E402
 from eagle3_jax.serving.engine import Engine  # noqa: E402
 from eagle3_jax.serving.requests import Request, Settings  # noqa: E402
@@ -118,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"overhead.py: {error}", file=sys.stderr)
             return 1
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write_whole(options.json, json.dumps(report, indent=1) + "\n")
     return 0
 
 

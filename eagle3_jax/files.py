@@ -14,12 +14,17 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
-        with open(temporary, "r+b") as written:
-            os.fsync(written.fileno())
+        to_disk(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def to_disk(path: Path) -> None:
+    """Returns when all of a file is on the disk. Raises OSError."""
+    with open(path, "r+b") as written:
+        os.fsync(written.fileno())
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))  # so that a checkout need not be installed
 
 from bench.peers import comparison, environments, inputs  # noqa: E402
 from bench.peers.turns import Trainer  # noqa: E402
+from eagle3_jax.files import write_whole  # noqa: E402
 from eagle3_jax.machine import describe_machine  # noqa: E402
 
 # The fastest of each on a CPU without bf16 instructions (docs/performance.md).
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     report = measure(arguments, lambda line: print(line, file=sys.stderr, flush=True))
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_whole(arguments.json, json.dumps(report, indent=2) + "\n")
     if "summary" in report:
         print(f"`{report['command']}` on {report['machine']['processor']}, {report['machine']['cores']} cores\n")
         for name, trainer in report["trainers"].items():

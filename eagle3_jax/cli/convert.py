@@ -65,8 +65,6 @@ def convert_command(
     facts = _target(target)
     place = resolve(source, also=("pytorch_model*.bin",))
     check_destination(destination, place)
-    if json_file is not None and json_file.is_dir():
-        raise UserError(f"--json names a folder / {json_file} / name a file")
     raw, stored = read_folder(place)
     layout = detect(raw, stored, str(place))
     if broken := not_finite(stored):

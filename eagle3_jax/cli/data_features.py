@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, QuantizeOption, TargetOption, note, open_target
+from eagle3_jax.cli.common import DTypeOption, JsonOption, QuantizeOption, TargetOption, note, open_target, write_json
 from eagle3_jax.errors import UserError
 
 
@@ -21,6 +21,7 @@ def store_features(
     batch_rows: Annotated[int, typer.Option(min=1, help="Packed rows that the target reads together.")] = 4,
     dtype: DTypeOption = "bfloat16",
     quantize: QuantizeOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Store the target's states, to train from with data.train=OUT. Prints the disk it takes first."""
     loaded = open_target(target, dtype, quantize)
@@ -39,5 +40,8 @@ def store_features(
     def progress(done: int, total: int) -> None:
         note(f"shard {done} of {total}")
 
-    make_store(loaded, documents.items, points, out, store_dtype, length, batch_rows, progress=progress, say=note)
+    sizes = (store_dtype, length, batch_rows)
+    index = make_store(loaded, documents.items, points, out, *sizes, progress=progress, say=note)
     note(f"store written to {out} / train from it with data.train={out}")
+    lengths = [length for shard in index["shards"] for length in shard["lengths"]]
+    write_json(json_file, index | {"shards": len(index["shards"]), "tokens": sum(lengths)})

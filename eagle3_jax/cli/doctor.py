@@ -39,6 +39,10 @@ def doctor_command(
     read_records(data)  # faults come before the model is loaded
     if fix is not None and Path(draft).exists() and fix.resolve() == Path(draft).resolve():
         raise UserError(f"--fix {fix} is the draft itself / name another folder")
+    if fix is not None:
+        from eagle3_jax.draft.folder import check_destination
+
+        check_destination(fix)  # nor is all measured before it is found that it cannot be written
     loaded = open_target(target, dtype, quantize, mesh)
     from eagle3_jax.doctor.fix import repairable, write_fix
     from eagle3_jax.doctor.opening import open_draft

@@ -107,10 +107,15 @@ class FeatureStore:
             )
         return found
 
-    def require_target(self, fingerprint: dict[str, Any], path: str) -> None:
-        """UserError unless the store was made with this very target."""
+    def require_target(self, fingerprint: dict[str, Any], tokenizer: str | None, path: str) -> None:
+        """UserError unless the store was made with this very target and, where both are known, its tokenizer."""
         if self.facts["target"] != fingerprint["hash"]:
             raise UserError(f"the store was made with another target than {path} / {self.folder} / make it again")
+        own = self.facts.get("tokenizer")
+        if own and tokenizer and own != tokenizer:
+            raise UserError(
+                f"the store was made with another tokenizer than that of {path} / {self.folder} / make it again"
+            )
 
     def _find_places(self) -> list[tuple[str, int, int, int]]:
         """Of each document its shard, begin, end and checksum."""

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from eagle3_jax.data.unpickle import load_state_dict
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import to_disk
 from eagle3_jax.models.weights import pickle_files, read_json, read_tensors, safetensors_files
 
 Tensors = dict[str, np.ndarray]
@@ -135,6 +136,8 @@ def write_folder(place: Path, config: dict[str, Any], tensors: Mapping[str, np.n
         contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
         save_file(contiguous, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for file in temporary.iterdir():
+            to_disk(file)
         _replace_folder(temporary, place)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -143,7 +143,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(
             f"cannot read {path.name} / {path} / {error.strerror}: point to a folder that has it"
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"not valid JSON / {path} / {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"expected a JSON object / {path} / it holds a {type(content).__name__}")

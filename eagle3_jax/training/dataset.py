@@ -96,7 +96,7 @@ def _stored_documents(files: list[str], target: Target, loss_masks: str | None) 
     for file in files:
         if store.is_store(file):
             opened = store.FeatureStore(file)
-            opened.require_target(target.fingerprint, target.path)
+            opened.require_target(target.fingerprint, target.tokenizer_fingerprint, target.path)
             samples += opened.samples()
         else:
             samples += [foreign.open_sample(path) for path in foreign.sample_files(file)]

@@ -14,7 +14,7 @@ from eagle3_jax.data.packing import pack
 from eagle3_jax.data.store import DTYPES, NAME, VERSION, bytes_a_token, checksum_of, encode
 from eagle3_jax.data.template import Document
 from eagle3_jax.errors import UserError
-from eagle3_jax.files import whole_file
+from eagle3_jax.files import whole_file, write_whole
 from eagle3_jax.models.target import Target
 from eagle3_jax.taps import TapSet
 from eagle3_jax.training.dataset import batches_in_order
@@ -74,7 +74,7 @@ def make_store(
         progress(number, len(shards))
         _write_shard(folder, number, [kept[d] for d in shards[number]], target, taps, dtype, length, batch_rows)
     progress(len(shards), len(shards))
-    index = facts | {"shards": [json.loads(_side_file(folder, i).read_text()) for i in range(len(shards))]}
+    index = facts | {"shards": [_read_side_file(folder, i) for i in range(len(shards))]}
     _write_json(folder / "index.json", index)
     return index
 
@@ -148,7 +148,16 @@ def _side_file(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05}.json"
 
 
-def _write_json(path: Path, content: Any) -> None:
-    from eagle3_jax.training.run_folder import write_text
+def _read_side_file(folder: Path, number: int) -> dict[str, Any]:
+    path = _side_file(folder, number)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path.name} is damaged ({error}) / {folder} / remove it and run again") from error
 
-    write_text(path, json.dumps(content) + "\n")
+
+def _write_json(path: Path, content: Any) -> None:
+    try:
+        write_whole(path, json.dumps(content) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path} / {error.strerror or error} / free space and run again") from error

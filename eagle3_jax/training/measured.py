@@ -12,7 +12,7 @@ from eagle3_jax.draft.draft import Draft
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.acceptance import tau
-from eagle3_jax.speculate.generate import generate
+from eagle3_jax.speculate.generate import generate, strategies_of
 from eagle3_jax.speculate.strategy import parse_strategy
 from eagle3_jax.training.evaluate import simulate
 
@@ -44,17 +44,17 @@ def measure_generation(
 
 
 def evaluation_prompts(
-    config: EvaluationConfig, target: Target, heldout: Packed, template: dict[str, Any]
+    config: EvaluationConfig, target: Target, draft: Draft, heldout: Packed, template: dict[str, Any]
 ) -> list[list[int]]:
     """Token ids of the first `config.count` prompts of the file, as a server would send them, or of what precedes the
     first answers of held-out rows; those that leave no room for an answer are left out.
 
     Read before training, so that a mistake is not found after it. Raises UserError for a file that cannot be read or
-    has no prompt with room, and for a strategy that is none.
+    has no prompt with room, and for a strategy that is none or too wide for the draft.
     """
     if not config.count:
         return []
-    parse_strategy(config.strategy)
+    strategies_of(config.strategy, draft)
     room = target.config.max_positions - config.max_new_tokens
     if config.prompts is None:
         found = _before_answers(heldout)

@@ -64,7 +64,7 @@ def prepare(config: Config, folder: Path, target: Target | None, init_from: str 
     run_folder.require_room(folder, checkpoint_bytes(run), config.training.keep_checkpoints)
     sync("inputs are sound")
     if is_main():
-        run_folder.begin(folder, config)
+        run_folder.begin(folder, config, init_from)
     sync("the folder is there")
     run.checkpoints = Checkpoints(folder / "checkpoints", facts, config.training.keep_checkpoints)
     if run.checkpoints.latest is None and is_main():
@@ -111,7 +111,7 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     )
     sides = (packed, heldout, documents, heldout_documents)
     setup = make_setup(config, target, draft)._replace(placement=placement)
-    prompts = evaluation_prompts(config.evaluation, target, heldout, config.data.chat_template)
+    prompts = evaluation_prompts(config.evaluation, target, draft, heldout, config.data.chat_template)
     return Run(config, target, draft, *sides, setup, frozen, prompts, stored=stored, heldout_stored=heldout_stored)
 
 

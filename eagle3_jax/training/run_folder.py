@@ -38,7 +38,7 @@ def check(
     except OSError as error:
         raise UserError(f"cannot use the run folder / {folder} / {error.strerror or error}") from error
     if "config.yaml" not in found:
-        if kept := [name for name in found if not name.startswith(".")]:
+        if kept := [name for name in found if not name.startswith(".") and name != "provenance.json"]:
             raise UserError(f"{folder} holds {kept[0]}, and no config.yaml of a run / choose another name")
         return None
     if not resume:
@@ -79,12 +79,15 @@ def _same_place(old: str, new: str) -> bool:
     return not os.path.exists(old) or os.path.realpath(old) == os.path.realpath(new)
 
 
-def begin(folder: Path, config: Config) -> None:
-    """Makes the folder and writes config.yaml. Done once all inputs are sound: a mistake must not use up the name."""
+def begin(folder: Path, config: Config, init_from: str | None) -> None:
+    """Makes the folder and writes config.yaml, after what `init_from` must know of a run that is killed right then.
+    Done once all inputs are sound: a mistake must not use up the name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the run folder / {folder} / {error.strerror or error}") from error
+    if not (folder / "provenance.json").exists():
+        write_json(folder / "provenance.json", {"init_from": init_from})
     write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from eagle3_jax.data import unpickle as module
-from eagle3_jax.data.unpickle import StoredTensor, load_state_dict, load_torch
+from eagle3_jax.data.torch_tensors import StoredTensor
+from eagle3_jax.data.unpickle import load_state_dict, load_torch
 from eagle3_jax.errors import UserError
 
 FILES = Path(__file__).parents[1] / "golden" / "foreign"

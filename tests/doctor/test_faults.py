@@ -252,6 +252,7 @@ def test_bad_input_is_one_line(world, drafts, run, tmp_path):
     for arguments, words in (
         ((*pair, tmp_path / "bad.jsonl"), "unknown shape of row"),
         ((*pair, world.data, "--fix", tmp_path / "draft"), "is the draft itself"),
+        ((*pair, world.data, "--fix", world.folder), "is no draft folder"),
         ((*pair, world.data, "--tokens", "0"), "--tokens"),
         ((*pair, world.data, "--mesh", "data=2"), "data is for training"),
     ):

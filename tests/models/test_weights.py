@@ -76,8 +76,9 @@ def test_a_tensor_that_lies_in_two_files_is_refused(tmp_path: Path) -> None:
         dict(read_tensors(safetensors_files(tmp_path)))
 
 
-def test_json_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])
+def test_json_that_is_no_text_or_nested_without_end_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UserError, match="not valid JSON"):
         read_json(tmp_path / "config.json")
 

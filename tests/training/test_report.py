@@ -21,6 +21,7 @@ from eagle3_jax.training.report import write_report
 from eagle3_jax.training.report.charts import POINTS, Series, line_chart
 from eagle3_jax.training.report.samples import sample_answers
 from eagle3_jax.training.trackers import open_trackers
+from tests.tiny import random_draft
 from tests.training.conftest import read_metrics
 
 
@@ -159,12 +160,14 @@ def test_prompts_without_room_for_an_answer(world, tmp_path, monkeypatch) -> Non
     monkeypatch.setattr(measured, "prompt_ids", lambda *_, **__: list(range(3, 13)))
     target = dataclasses.replace(world.target, tokenizer=object())
     room, heldout = target.config.max_positions, pack([(np.arange(3, 9, dtype=np.int32), np.arange(6) > 3)], 16)
+    given = (target, random_draft(world.target, taps=(1, 2), d2t=range(9)), heldout, {})
     with pytest.raises(UserError, match=f"no prompt of the first 8 is at most 9 tokens long, .*{room} / {prompts}"):
-        evaluation_prompts(EvaluationConfig(prompts=str(prompts), max_new_tokens=room - 9), target, heldout, {})
-    with pytest.raises(UserError, match="strategy 'chain:0' is not known"):
-        evaluation_prompts(EvaluationConfig(strategy="chain:0"), target, heldout, {})
-    assert evaluation_prompts(EvaluationConfig(prompts="absent", count=0), target, heldout, {}) == []
-    assert evaluation_prompts(EvaluationConfig(max_new_tokens=8), target, heldout, {}) == [[3, 4, 5, 6]]
+        evaluation_prompts(EvaluationConfig(prompts=str(prompts), max_new_tokens=room - 9), *given)
+    for strategy, words in (("chain:0", "is not known"), ("tree:2x10x12", "the draft's vocabulary has 9 / lower K")):
+        with pytest.raises(UserError, match=words):
+            evaluation_prompts(EvaluationConfig(strategy=strategy), *given)
+    assert evaluation_prompts(EvaluationConfig(prompts="absent", count=0), *given) == []
+    assert evaluation_prompts(EvaluationConfig(max_new_tokens=8), *given) == [[3, 4, 5, 6]]
 
 
 def test_trackers_get_every_number(world, tmp_path, monkeypatch) -> None:

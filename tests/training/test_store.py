@@ -112,7 +112,11 @@ def test_damage_other_taps_and_other_targets_are_refused(world, documents, store
     with pytest.raises(UserError, match=f"document {first} is damaged"):
         store.states(first)
     with pytest.raises(UserError, match="another target"):
-        store.require_target({"hash": "x"}, "other")
+        store.require_target({"hash": "x"}, None, "other")
+    store.facts["tokenizer"] = "a"
+    store.require_target(world.target.fingerprint, None, "it")
+    with pytest.raises(UserError, match="another tokenizer than that of it"):
+        store.require_target(world.target.fingerprint, "b", "it")
     index = json.loads((folder / "index.json").read_text())
     untold = {key: value for key, value in index.items() if key != "taps"}
     for damaged in ([], untold, index | {"shards": [{}]}, index | {"shards": [index["shards"][0] | {"checksums": []}]}):
@@ -133,8 +137,11 @@ def test_damage_other_taps_and_other_targets_are_refused(world, documents, store
 
 def test_the_command(world, tmp_path, capsys) -> None:
     command = ["data", "features", world.few, "--target", str(world.folder), "--dtype", "float32", "--length", "96"]
-    assert main([*command, "--out", str(tmp_path / "s"), "--taps", "1,2,4", "--batch-rows", "2"]) == 0
+    options = ["--taps", "1,2,4", "--batch-rows", "2", "--json", str(tmp_path / "made.json")]
+    assert main([*command, "--out", str(tmp_path / "s"), *options]) == 0
     assert "GB free" in capsys.readouterr().err and len(FeatureStore(tmp_path / "s")) == 16
+    made = json.loads((tmp_path / "made.json").read_text())
+    assert (made["taps"], made["documents"], made["shards"]) == ([1, 2, 4], 16, 1) and made["tokens"] > 16
     for taps in ("low", "²"):
         assert main([*command, "--out", str(tmp_path / "s"), "--taps", taps]) == 2
     (tmp_path / "s" / "begun.json").write_text("[]")

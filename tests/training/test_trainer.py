@@ -199,7 +199,7 @@ def test_another_config_is_refused_and_names_the_key(world, trained, section, ch
 )
 def test_a_damaged_run_folder_is_one_line(world, tmp_path, name, content, words) -> None:
     config = world.config(tmp_path)
-    run_folder.begin(config.run_dir, config)
+    run_folder.begin(config.run_dir, config, None)
     for folder in ("checkpoints", "export"):
         (config.run_dir / folder).mkdir()
     if name != "provenance.json":
@@ -214,6 +214,14 @@ def test_a_damaged_run_folder_is_one_line(world, tmp_path, name, content, words)
     with pytest.raises(UserError, match=words) as error:
         train(world, config, resume=True)
     assert "\n" not in str(error.value) and sorted(config.run_dir.iterdir()) == before
+
+
+def test_killed_as_it_begins_a_run_knows_the_draft_that_it_was_to_start_from(world, tmp_path) -> None:
+    config = world.config(tmp_path)
+    run_folder.begin(config.run_dir, config, "a draft")
+    assert run_folder.init_from(config.run_dir, None) == "a draft"
+    (config.run_dir / "config.yaml").unlink()
+    assert run_folder.check(config.run_dir, config, resume=False) is None
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(world, tmp_path, monkeypatch) -> None:

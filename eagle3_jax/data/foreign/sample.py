@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.data.unpickle import StoredTensor
+from eagle3_jax.data.torch_tensors import StoredTensor
+from eagle3_jax.data.unpickle import load_torch
 from eagle3_jax.errors import UserError
 
 
@@ -134,8 +135,6 @@ def fused_states(
 
 
 def _reload(path: Path) -> Any:
-    from eagle3_jax.data.unpickle import load_torch
-
     return load_torch(path, lazy=True)
 
 
