@@ -24,6 +24,8 @@ def check_folder(option: str, path: Path | None) -> Path | None:
     """Of a file to write: at once, and not when hours of work are about to be written there."""
     if path is not None and not path.parent.is_dir():
         raise UserError(f"{option}: no folder {path.parent} / {path} / make it first")
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise UserError(f"{option}: no permission to write to {path.parent} / {path} / name another folder")
     if path is not None and path.is_dir():
         raise UserError(f"{option}: {path} is a folder / name a file")
     return path

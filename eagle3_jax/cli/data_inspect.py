@@ -1,6 +1,7 @@
-"""`eagle3 data inspect`: what is in a file of stored features."""
+"""`eagle3 data inspect`: what is in a file of training data or of stored features."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,12 @@ from eagle3_jax.cli.common import DTypeOption, JsonOption, QuantizeOption, note,
 
 
 def inspect_data(
-    file: Annotated[Path, typer.Argument(help="A sample of speculators, SpecForge or ModelOpt, or a folder of them.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A sample of speculators, SpecForge or ModelOpt, or a folder of them; or JSONL, JSON or Parquet."
+        ),
+    ],
     target: Annotated[
         str | None, typer.Option("--target", help="The model they were made with: measures what each state is.")
     ] = None,
@@ -19,8 +25,11 @@ def inspect_data(
     json_file: JsonOption = None,
 ) -> None:
     """Print what stored features hold: norms of each state and whether it looks like embedding, early, middle, late
-    or post-norm; with --target, which state of the model it is.
+    or post-norm; with --target, which state of the model it is. Of other training data, count what is in it.
     """
+    if _is_rows(file):
+        _count(file, json_file)
+        return
     from eagle3_jax.data import foreign
     from eagle3_jax.data.foreign.inspection import inspect_features
 
@@ -35,6 +44,19 @@ def inspect_data(
         note("not to be trained from: a state is like none of this target, or none is its last hidden state")
     else:
         print(f"config: data.stored: {json.dumps(found['stored'])}")
+    write_json(json_file, found)
+
+
+def _is_rows(file: Path) -> bool:
+    return file.is_file() and Path(file.name.removesuffix(".gz")).suffix in (".jsonl", ".json", ".parquet")
+
+
+def _count(file: Path, json_file: Path | None) -> None:
+    from eagle3_jax.data.records import counts
+
+    found = counts(file)
+    print(f"{file}: " + ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.items() if number))
+    note(f"how it is tokenised and supervised: eagle3 data preview {shlex.quote(str(file))} --target TARGET")
     write_json(json_file, found)
 
 

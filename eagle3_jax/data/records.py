@@ -81,6 +81,20 @@ def read_records(path: str | Path) -> list[Record]:
     return [_record(row, str(path), number) for number, row in rows(path)]
 
 
+def counts(path: str | Path) -> dict[str, int]:
+    """How many records of which kind `read_records` finds in a file, and how many answers its conversations hold."""
+    records = read_records(path)
+    kinds = {"conversations": Conversation, "token_rows": TokenRow, "text_rows": TextRow}
+    chats = [record for record in records if isinstance(record, Conversation)]
+    return {
+        "rows": len(records),
+        **{name: sum(isinstance(record, kind) for record in records) for name, kind in kinds.items()},
+        "messages": sum(len(chat.messages) for chat in chats),
+        "answers": sum(message["role"] == "assistant" for chat in chats for message in chat.messages),
+        "without_answers": sum(all(m["role"] != "assistant" for m in chat.messages) for chat in chats),
+    }
+
+
 def read_prompts(path: str | Path) -> list[list[str]]:
     """Reads prompts from a file with `"turns": [str, ...]` in each row: the user turns of one conversation each.
 

@@ -176,8 +176,24 @@ def test_inspect_prints_and_writes_what_it_found(eagle3, target, tmp_path):
     )
     assert "torch.nn.modules.linear.Linear" in eagle3("data", "inspect", FOREIGN / "module.pt").complaint
     assert "it is text" in eagle3("data", "inspect", __file__).complaint
-    (tmp_path / "empty.jsonl").write_text("")
-    assert "it is empty" in eagle3("data", "inspect", tmp_path / "empty.jsonl").complaint
+    (tmp_path / "empty.pt").write_text("")
+    assert "it is empty" in eagle3("data", "inspect", tmp_path / "empty.pt").complaint
+
+
+def test_inspect_counts_what_is_in_other_data(eagle3, tmp_path):
+    question, answer = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+    rows = [{"messages": [question, answer] * 2}, {"messages": [question]}, {"text": "x"}]
+    file = tmp_path / "a b.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"input_ids": [1], "loss_mask": [1]}]))
+    result = eagle3("data", "inspect", file, "--json", tmp_path / "found.json")
+    assert result.code == 0 and "2 conversations" in result.out and f"data preview '{file}'" in result.err
+    assert json.loads((tmp_path / "found.json").read_text()) == {
+        **{"rows": 4, "conversations": 2, "token_rows": 1, "text_rows": 1},
+        **{"messages": 5, "answers": 2, "without_answers": 1},
+    }
+    file.write_text("")
+    assert "the file is empty" in eagle3("data", "inspect", file).complaint
+    assert "no folder" in eagle3("data", "inspect", file, "--json", tmp_path / "no" / "x.json").complaint
 
 
 def test_inspect_with_the_target_says_what_to_write(eagle3, target, tmp_path):
