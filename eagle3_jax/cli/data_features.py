@@ -5,7 +5,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, QuantizeOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.common import (
+    DTypeOption,
+    JsonOption,
+    QuantizeOption,
+    TargetOption,
+    TemplateOption,
+    note,
+    open_target,
+    template_variables,
+    write_json,
+)
 from eagle3_jax.errors import UserError
 
 
@@ -19,12 +29,16 @@ def store_features(
     ] = "bfloat16",
     length: Annotated[int, typer.Option(min=8, help="Tokens a document is cut at, as data.length of a config.")] = 2048,
     batch_rows: Annotated[int, typer.Option(min=1, help="Packed rows that the target reads together.")] = 4,
+    last_turn_only: Annotated[bool, typer.Option("--last-turn-only", help="As data.last_turn_only.")] = False,
+    chat_template: TemplateOption = "{}",
     dtype: DTypeOption = "bfloat16",
     quantize: QuantizeOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Store the target's states, to train from with data.train=OUT. Prints the disk it takes first."""
+    variables = template_variables(chat_template)
     loaded = open_target(target, dtype, quantize)
+    from eagle3_jax.data.template import ChatOptions
     from eagle3_jax.taps import TapSet, paper_taps
     from eagle3_jax.training.dataset import read_documents
     from eagle3_jax.training.make_store import make_store
@@ -32,7 +46,7 @@ def store_features(
     if taps != "paper" and not all(number.strip().isdecimal() for number in taps.split(",")):
         raise UserError(f"--taps {taps!r} is no list of numbers / such as 2,15,27, or `paper`")
     points = paper_taps(loaded.num_layers) if taps == "paper" else TapSet([int(t) for t in taps.split(",")])
-    documents = read_documents(files, loaded)
+    documents = read_documents(files, loaded, options=ChatOptions(last_turn_only, variables))
     if documents.samples is not None:
         raise UserError(f"these are stored features already / {', '.join(files)} / train from them as they are")
     note(f"{len(documents.items)} documents, {documents.words()}")
@@ -40,8 +54,8 @@ def store_features(
     def progress(done: int, total: int) -> None:
         note(f"shard {done} of {total}")
 
-    sizes = (store_dtype, length, batch_rows)
-    index = make_store(loaded, documents.items, points, out, *sizes, progress=progress, say=note)
+    sizes, says = (store_dtype, length, batch_rows), {"template": variables, "progress": progress, "say": note}
+    index = make_store(loaded, documents.items, points, out, *sizes, **says)
     note(f"store written to {out} / train from it with data.train={out}")
     lengths = [length for shard in index["shards"] for length in shard["lengths"]]
     write_json(json_file, index | {"shards": len(index["shards"]), "tokens": sum(lengths)})

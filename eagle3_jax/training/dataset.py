@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,8 +52,7 @@ def read_documents(
 ) -> Documents:
     """Reads and tokenises training files, or opens stored features (tokens and masks; states stay on disk).
 
-    Rows that cannot be masked exactly are left out and counted; nothing is left out of stored features. loss_masks: see
-    config.StoredConfig.
+    Rows that cannot be masked exactly are left out and counted. loss_masks: see config.StoredConfig.
     Raises UserError for unreadable files, conversations without a tokenizer, records and stored features in one list,
     or if more than a tenth of the rows had to be left out.
     """
@@ -62,7 +61,7 @@ def read_documents(
     if len(kinds) > 1:
         raise UserError(f"JSONL and stored features in one list / {', '.join(files)} / train on one kind")
     if kinds == {True}:
-        return _stored_documents(files, target, loss_masks)
+        return _stored_documents(files, target, loss_masks, options, drop_duplicates)
     records = [r for file in files for r in read_records(file)]
     chats = any(not isinstance(record, TokenRow) for record in records)
     tokenizer = target.require_tokenizer() if chats else None
@@ -73,30 +72,50 @@ def read_documents(
         except UserError as error:
             return str(error)
 
-    items, sources, refusals, seen, duplicates = [], [], [], set(), 0
+    items, sources, refusals = [], [], []
     for record, documents in zip(records, shared(tokenised, records, ", ".join(files)), strict=True):
         if isinstance(documents, str):
             refusals.append(documents)
             continue
-        for ids, mask in documents:
-            known = hashlib.sha256(ids.tobytes() + mask.tobytes()).digest()
-            duplicates += known in seen
-            if known not in seen or not drop_duplicates:
-                items.append((ids, mask))
-                sources.append(record.source)
-            seen.add(known)
+        items += documents
+        sources += [record.source] * len(documents)
     if len(refusals) > 0.1 * len(records):
         raise UserError(f"{len(refusals)} of {len(records)} rows cannot be used / first: {refusals[0]}")
-    dropped = duplicates if drop_duplicates else 0
-    return Documents(items, sources, len(refusals), refusals[0] if refusals else None, duplicates, dropped)
+    found = Documents(items, sources, len(refusals), refusals[0] if refusals else None)
+    return _with_duplicates_counted(found, drop_duplicates)
 
 
-def _stored_documents(files: list[str], target: Target, loss_masks: str | None) -> Documents:
-    samples = []
+def _with_duplicates_counted(found: Documents, drop: bool) -> Documents:
+    """The same, its duplicates left out with `drop`."""
+    seen, kept = set(), []
+    for i, (ids, mask) in enumerate(found.items):
+        known = hashlib.sha256(ids.tobytes() + mask.tobytes()).digest()
+        if known not in seen:
+            kept.append(i)
+        seen.add(known)
+    duplicates = len(found.items) - len(kept)
+    if not drop:
+        return replace(found, duplicates=duplicates)
+    samples = None if found.samples is None else [found.samples[i] for i in kept]
+    items, sources = [found.items[i] for i in kept], [found.sources[i] for i in kept]
+    return replace(found, items=items, sources=sources, samples=samples, duplicates=duplicates, dropped=duplicates)
+
+
+def _stored_documents(
+    files: list[str], target: Target, loss_masks: str | None, options: ChatOptions, drop_duplicates: bool
+) -> Documents:
+    if options.last_turn_only:
+        raise UserError(f"stored features come with their masks / {', '.join(files)} / leave last_turn_only out")
+    samples, template = [], dict(options.template)
     for file in files:
         if store.is_store(file):
             opened = store.FeatureStore(file)
             opened.require_target(target.fingerprint, target.tokenizer_fingerprint, target.path)
+            if (rendered := opened.facts.get("chat_template", {})) != template:
+                raise UserError(
+                    f"chat_template is {template}, the store was made with {rendered} / {file} / set it to that, or "
+                    "make the store anew with the same --chat-template"
+                )
             samples += opened.samples()
         else:
             samples += [foreign.open_sample(path) for path in foreign.sample_files(file)]
@@ -104,7 +123,8 @@ def _stored_documents(files: list[str], target: Target, loss_masks: str | None) 
         identify.check_fits(sample, target)
     samples = with_masks(samples, loss_masks)
     items = [(sample.input_ids, sample.loss_mask) for sample in samples]
-    return Documents(items, [sample.path.parent.name for sample in samples], samples=samples)
+    sources = [sample.path.parent.name for sample in samples]
+    return _with_duplicates_counted(Documents(items, sources, samples=samples), drop_duplicates)
 
 
 def pack_documents(

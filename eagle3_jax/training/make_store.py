@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ def make_store(
     length: int,
     batch_rows: int = 4,
     shard_tokens: int = SHARD_TOKENS,
+    template: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Writes the states of `documents` (cut at `length`, without those that have nothing supervised left) to `folder`.
 
     Prints the disk it will take and refuses if that is not free. Killed at any moment, the same call goes on with the
-    first shard that is not whole. Returns the index. progress: (shards done, shards in all).
+    first shard that is not whole. Returns the index. template: variables of the chat template that the documents were
+    rendered with, which training is to state as well. progress: (shards done, shards in all).
     """
     taps.check(target.num_layers)
     if dtype not in DTYPES:
@@ -61,6 +63,7 @@ def make_store(
         "documents": len(kept),
         "text": checksum_of(*(array for document in kept for array in document)),
         "shard_tokens": shard_tokens,
+        **({"chat_template": dict(template)} if template else {}),
     }
     shards = _shards([len(ids) for ids, _ in kept], shard_tokens)
     _begin(folder, facts)

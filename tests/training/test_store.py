@@ -73,6 +73,14 @@ def test_documents_are_read_alone_in_any_order(world, documents, stores) -> None
         np.testing.assert_allclose(store[5]["states"][:, i].astype(np.float32), expected[0], rtol=1e-2, atol=1e-2)
 
 
+def test_documents_that_are_stored_twice_are_left_out_on_request(world, stores) -> None:
+    files = [str(stores / "bfloat16"), str(stores / "int8")]
+    kept, dropped = (read_documents(files, world.target, drop_duplicates=drop) for drop in (False, True))
+    assert (kept.duplicates, kept.dropped, dropped.dropped) == (16, 0, 16)
+    assert len(kept.items) == len(kept.samples) == 32 and len(dropped.items) == len(dropped.sources) == 16
+    assert {sample.path.parent for sample in dropped.samples} == {stores / "bfloat16"}
+
+
 def test_killed_and_run_again_it_is_the_same_store(world, documents, stores, tmp_path) -> None:
     folder, real, calls = tmp_path / "store", make_store._write_shard, []
 
@@ -142,6 +150,15 @@ def test_the_command(world, tmp_path, capsys) -> None:
     assert "GB free" in capsys.readouterr().err and len(FeatureStore(tmp_path / "s")) == 16
     made = json.loads((tmp_path / "made.json").read_text())
     assert (made["taps"], made["documents"], made["shards"]) == ([1, 2, 4], 16, 1) and made["tokens"] > 16
+    for variables, words in (("{a: 1}", "made with {'a': 1}"), ("{}", "chat_template is {'b': 2}")):
+        store = tmp_path / variables
+        assert main([*command, "--out", str(store), *options, "--chat-template", variables]) == 0
+        with pytest.raises(UserError, match=words):
+            data = {"train": str(store), "chat_template": {"b": 2}}
+            trainer.train(world.config(tmp_path, data=data), target=world.target)
+    with pytest.raises(UserError, match="come with their masks"):
+        data = {"train": str(store), "last_turn_only": True}
+        trainer.train(world.config(tmp_path, data=data), target=world.target)
     for taps in ("low", "²"):
         assert main([*command, "--out", str(tmp_path / "s"), "--taps", taps]) == 2
     (tmp_path / "s" / "begun.json").write_text("[]")
