@@ -65,6 +65,24 @@ JsonOption = Annotated[
 ]
 
 
+TemplateOption = Annotated[
+    str, typer.Option(help="Variables for the chat template, in YAML, as data.chat_template: {enable_thinking: no}")
+]
+
+
+def template_variables(text: str) -> dict[str, Any]:
+    """What `--chat-template` says. Raises UserError for what is no mapping."""
+    import yaml
+
+    try:
+        variables = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--chat-template {text!r} is not valid YAML") from error
+    if not isinstance(variables, dict):
+        raise UserError(f"--chat-template {text!r} is no mapping / for example {{enable_thinking: no}}")
+    return variables
+
+
 def note(message: str) -> None:
     """One line on stderr; stdout is for the product of a command."""
     print(message, file=sys.stderr, flush=True)

@@ -14,8 +14,10 @@ from eagle3_jax.cli.common import (
     MeshOption,
     QuantizeOption,
     TargetOption,
+    TemplateOption,
     note,
     open_target,
+    template_variables,
     warn_of_pair,
     write_json,
 )
@@ -55,6 +57,7 @@ def generate_data(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     samples: Annotated[int, typer.Option(min=1, help="Answers of each prompt; needs a temperature.")] = 1,
+    chat_template: TemplateOption = "{}",
     endpoint: Annotated[
         str | None, typer.Option(help="Ask an OpenAI-compatible server (http://HOST:PORT/v1), not our engine.")
     ] = None,
@@ -83,7 +86,8 @@ def generate_data(
         raise UserError("--model names a model of an endpoint / give --endpoint URL, or leave it out")
     from eagle3_jax.data.answers import AnswerSettings, generate_answers
 
-    settings = AnswerSettings(max_prompt, max_new_tokens, slots, temperature, top_p, seed, samples)
+    variables = template_variables(chat_template)
+    settings = AnswerSettings(max_prompt, max_new_tokens, slots, temperature, top_p, seed, samples, variables)
     loaded = open_target(target, dtype, quantize, mesh) if endpoint is None else None
     if loaded is not None:
         warn_of_pair(loaded, None)

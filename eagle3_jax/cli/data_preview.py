@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli.common import DTypeOption, JsonOption, TargetOption, note, open_target, write_json
+from eagle3_jax.cli.common import (
+    DTypeOption,
+    JsonOption,
+    TargetOption,
+    TemplateOption,
+    note,
+    open_target,
+    template_variables,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from rich.text import Text
-
-    from eagle3_jax.data.template import ChatOptions
 
 OPEN, CLOSE = "⟦", "⟧"
 
@@ -23,9 +30,7 @@ def preview_data(
     length: Annotated[int, typer.Option(min=8, help="Tokens of a packed row, as data.length of a config.")] = 2048,
     rows: Annotated[int, typer.Option(min=0, help="Packed rows to show; 0 = counts only.")] = 1,
     last_turn_only: Annotated[bool, typer.Option("--last-turn-only", help="As data.last_turn_only.")] = False,
-    chat_template: Annotated[
-        str, typer.Option(help="Variables for the chat template, in YAML, as data.chat_template: {enable_thinking: no}")
-    ] = "{}",
+    chat_template: TemplateOption = "{}",
     loss_masks: Annotated[
         str | None, typer.Option(help="Masks of stored features that have none, as data.stored.loss_masks.")
     ] = None,
@@ -33,11 +38,12 @@ def preview_data(
     json_file: JsonOption = None,
 ) -> None:
     """Show packed rows: supervised tokens in green (between ⟦ and ⟧ where there are no colours), documents apart."""
-    options = _options(last_turn_only, chat_template)
+    variables = template_variables(chat_template)
     loaded = open_target(target, dtype)
+    from eagle3_jax.data.template import ChatOptions
     from eagle3_jax.training.dataset import pack_documents, read_documents
 
-    documents = read_documents(file, loaded, loss_masks, options)
+    documents = read_documents(file, loaded, loss_masks, ChatOptions(last_turn_only, variables))
     packed = pack_documents(documents.items, length, file)
     from rich.console import Console
 
@@ -68,21 +74,6 @@ def preview_data(
         f"{report.dropped_documents} with nothing supervised, {documents.words()}"
     )
     write_json(json_file, counts)
-
-
-def _options(last_turn_only: bool, chat_template: str) -> "ChatOptions":
-    import yaml
-
-    from eagle3_jax.data.template import ChatOptions
-    from eagle3_jax.errors import UserError
-
-    try:
-        variables = yaml.safe_load(chat_template)
-    except yaml.YAMLError as error:
-        raise UserError(f"--chat-template {chat_template!r} is not valid YAML") from error
-    if not isinstance(variables, dict):
-        raise UserError(f"--chat-template {chat_template!r} is no mapping / for example {{enable_thinking: no}}")
-    return ChatOptions(last_turn_only, variables)
 
 
 def _text(tokenizer: Any, ids: "np.ndarray", mask: "np.ndarray", brackets: bool) -> "Text":

@@ -44,6 +44,7 @@ def doctor_command(
 
         check_destination(fix)  # nor is all measured before it is found that it cannot be written
     loaded = open_target(target, dtype, quantize, mesh)
+    from eagle3_jax.data.template import ChatOptions
     from eagle3_jax.doctor.fix import repairable, write_fix
     from eagle3_jax.doctor.opening import open_draft
     from eagle3_jax.doctor.report import remarks, serving_lines, table, to_json, verdict
@@ -55,7 +56,7 @@ def doctor_command(
     opened = open_draft(draft, loaded)
     if (warning := binding_warning(opened.stored, loaded)) is not None:
         note(warning)
-    documents = read_documents(str(data), loaded)
+    documents = read_documents(str(data), loaded, options=ChatOptions(template=opened.stored.chat_template))
     diagnosis = diagnose(loaded, opened, documents.items, tokens, note)
     layers, best = loaded.num_layers, diagnosis.best.wiring
     print("\n".join(table(diagnosis, layers)), end="\n\n")

@@ -6,8 +6,8 @@ may come out as other ids. The file is appended to as answers finish; a second r
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from eagle3_jax.speculate.slots import Request, generate_many
 @dataclass(frozen=True)
 class AnswerSettings:
     """max_prompt, max_new_tokens: tokens; slots: sequences decoded together; temperature 0 = greedy; samples: answers
-    of each prompt, numbered together (answer s of prompt i has id i * samples + s).
+    of each prompt, numbered together (answer s of prompt i has id i * samples + s). template: variables of the chat
+    template, as `data.chat_template` of a config.
 
     Raises UserError for values out of range.
     """
@@ -35,10 +36,14 @@ class AnswerSettings:
     top_p: float = 1.0
     seed: int = 0
     samples: int = 1
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """What a file that is continued must have been begun with."""
-        return vars(self) | {"slots": None} | ({"samples": None} if self.samples == 1 else {})
+        facts = vars(self) | {"slots": None, "template": dict(self.template)}
+        if not self.template:  # files of older versions do not state it
+            del facts["template"]
+        return facts | ({"samples": None} if self.samples == 1 else {})
 
     def __post_init__(self):
         for name in ("max_prompt", "max_new_tokens", "slots", "samples"):
@@ -101,7 +106,7 @@ def generate_answers(
     while pending:
         requests = []
         for i in list(pending):
-            ids = pending[i].next_prompt(target)
+            ids = pending[i].next_prompt(target, settings.template)
             if len(ids) > min(settings.max_prompt, room):
                 _finish(out, i, pending.pop(i), counts)
                 progress(counts)
@@ -151,9 +156,9 @@ class _Dialogue:
         self.ids: list[int] = []
         self.mask: list[int] = []
 
-    def next_prompt(self, target: Target) -> list[int]:
+    def next_prompt(self, target: Target, template: Mapping[str, Any]) -> list[int]:
         self.messages.append({"role": "user", "content": self.turns[len(self.messages) // 2]})
-        return list(map(int, prompt_ids(target.require_tokenizer(), self.messages, "prompt")))
+        return list(map(int, prompt_ids(target.require_tokenizer(), self.messages, "prompt", template=template)))
 
     def add_answer(self, request: Request, target: Target) -> None:
         # Earlier answers are part of the prompt now, as the server would see them: tokenised again. Where that gives

@@ -92,7 +92,7 @@ async def _converse(client, url, model, tokenizer, turns, index, settings, count
     messages: list[dict[str, Any]] = []
     for turn in turns:
         asked = [*messages, {"role": "user", "content": turn}]
-        ids = list(map(int, prompt_ids(tokenizer, asked, "prompt")))
+        ids = list(map(int, prompt_ids(tokenizer, asked, "prompt", template=settings.template)))
         if len(ids) > settings.max_prompt:
             break
         body = {
@@ -102,6 +102,7 @@ async def _converse(client, url, model, tokenizer, turns, index, settings, count
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "seed": settings.seed + index,
+            **({"chat_template_kwargs": dict(settings.template)} if settings.template else {}),
         }
         answer = await _request(client, "POST", f"{url}/chat/completions", body)
         with _of_openai(f"{url}/chat/completions"):

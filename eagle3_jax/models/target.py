@@ -186,7 +186,7 @@ def load_target(
     float32 = (*family.float32, ".scale")
     params = fill(shapes, placed, dtype, str(place), ignore, float32, placement)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
-    end_tokens = _end_tokens(raw, generation)
+    end_tokens = _end_tokens(raw, generation, config.vocab_size, str(place))
     facts = (end_tokens, hub_id, no_tokenizer, family.architecture, placement, quantize)
     return Target(str(place), config, graph, params, tokenizer, *facts)
 
@@ -244,10 +244,16 @@ def _gguf_tokenizer(file: Path) -> tuple[Any, str | None]:
         return None, str(error)
 
 
-def _end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, then of config.json; either may be a number or a list."""
+def _end_tokens(config: dict[str, Any], generation: dict[str, Any], vocab_size: int, where: str) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, then of config.json; either may be a number or a list.
+
+    Some models name ids besides that their head has no row for, which never come: they are left out.
+    """
     ids: list[int] = []
-    for source in (generation, config):
+    for name, source in (("generation_config.json", generation), ("config.json", config)):
         value = source.get("eos_token_id")
-        ids += [] if value is None else value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(ids))
+        listed = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(token) is int for token in listed):
+            raise UserError(f"eos_token_id in {name} is {value!r} / {where} / it must be a token id or a list of them")
+        ids += listed
+    return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)

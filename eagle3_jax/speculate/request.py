@@ -191,7 +191,7 @@ def device_sampling(
     if used("min_tokens"):
         stops = np.zeros((size, vocabulary), bool)
         for row, p in zip(stops, params, strict=True):
-            row[[token for token in p.stops(target) if 0 <= token < vocabulary]] = True  # some models name others too
+            row[list(p.stops(target))] = True
         window = target.config.max_positions
         until = [len(prompt) + min(p.min_tokens, window) for prompt, p in zip(prompts, params, strict=True)]
         minimum = MinTokens(jnp.asarray(until, jnp.int32), jnp.asarray(stops))

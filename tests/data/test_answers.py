@@ -1,5 +1,7 @@
 """Answers by the target: rows are what it generated, and a run that was stopped ends in the same rows."""
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -60,6 +62,19 @@ def test_a_second_run_writes_nothing(target, prompts, tmp_path):
     before = out.read_bytes()
     counts = run(target, prompts, out, SETTINGS["greedy"])
     assert (counts.already_there, counts.written, out.read_bytes()) == (len(PROMPTS), 0, before)
+
+
+def test_prompts_are_rendered_with_the_variables_of_the_chat_template(target, prompts, tmp_path):
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.chat_template += "{{ tail }}"
+    target, out = dataclasses.replace(target, tokenizer=tokenizer), tmp_path / "out.jsonl"
+    settings = AnswerSettings(max_new_tokens=24, slots=3, template={"tail": "abc"})
+    run(target, prompts, out, settings, limit=1)
+    asked = prompt_ids(tokenizer, [{"role": "user", "content": PROMPTS[0][0]}], template=settings.template)
+    (row,) = read_rows(out)
+    assert row["input_ids"][: len(asked)] == asked and row["loss_mask"][: len(asked) + 1] == [0] * len(asked) + [1]
+    with pytest.raises(UserError, match="template {'tail': 'abc'}, now None"):
+        run(target, prompts, out, SETTINGS["greedy"])
 
 
 def test_prompts_of_the_hub(target, tmp_path, monkeypatch):

@@ -186,9 +186,12 @@ def test_facts_of_a_loaded_target(tmp_path: Path, tiny_target) -> None:
     assert (tiny_target.num_layers, tiny_target.eos_token_ids, tiny_target.tokenizer) == (8, (2,), None)
     with pytest.raises(e3.UserError, match="no tokenizer"):
         tiny_target.require_tokenizer()
-    folder = write_target(tmp_path / "t", num_hidden_layers=1, eos_token_id=[2, 5])
+    folder = write_target(tmp_path / "t", num_hidden_layers=1, eos_token_id=[2, 5, 512, -1])  # of 512 tokens
     (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert e3.load_target(folder).eos_token_ids == (7, 2, 5)
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(e3.UserError, match=r"eos_token_id in generation_config.json is \['</s>'\] / .* a token id"):
+        e3.load_target(folder)
 
 
 def test_ids_lengths_and_dtypes_that_mean_nothing_are_refused(tiny_folder: Path, tiny_target, untyped) -> None:
