@@ -260,14 +260,24 @@ def require(got: TapSet, expected: TapSet) -> None:
         raise WiringError(f"expected {expected.words()}, got {got.words()}")
 
 
-def fuse(taps: Taps, expected: TapSet) -> jax.Array:
+def require_taps(features: Any) -> None:
+    """Raises WiringError for features that do not say which taps they hold."""
+    if not isinstance(features, Taps):
+        raise WiringError(
+            f"features are a {type(features).__name__}, which does not say what taps it holds / give "
+            "target.forward(...).taps, or Taps.from_fused(array, taps)"
+        )
+
+
+def fuse(taps: Taps, expected: TapSet | Sequence[int]) -> jax.Array:
     """Concatenates features for the draft's fc: A arrays [..., H] -> [..., A*H], in the order of the set.
 
     The only concatenation of target features in the project (EAGLE-3 paper, section 3.1). The comparison of the two
     sets is plain Python and runs while tracing; it does not depend on chex being enabled.
     Raises WiringError if `taps` is not exactly `expected`.
     """
-    require(taps.tap_set, expected)
+    require_taps(taps)
+    require(taps.tap_set, TapSet(expected))
     _check_arrays(taps)
     chex.assert_equal_shape(taps.arrays)
     chex.assert_type(taps.arrays, [taps.arrays[0].dtype] * len(taps.arrays))

@@ -130,6 +130,14 @@ def test_fused_features_stand_in_the_order_of_the_set() -> None:
     np.testing.assert_array_equal(fuse(Taps([a, b], TapSet([6, 2])), TapSet([6, 2])), expected)
 
 
+def test_plain_lists_of_points_do_and_arrays_without_points_do_not(untyped) -> None:
+    taps = Taps.from_fused(jnp.arange(6.0)[None], [3, 1, 2])
+    np.testing.assert_array_equal(fuse(taps, [3, 1, 2]), jnp.arange(6.0)[None])
+    assert_refused(lambda: fuse(taps, [1, 2, 3]), [1, 2, 3], [3, 1, 2])
+    with pytest.raises(WiringError, match="does not say what taps it holds / give"):
+        fuse(jnp.arange(6.0)[None], taps.tap_set)
+
+
 def test_a_width_that_does_not_divide_is_refused() -> None:
     with pytest.raises(WiringError, match="width 10 do not divide into the 3 taps"):
         Taps.from_fused(jnp.zeros((2, 10)), [2, 4, 6])

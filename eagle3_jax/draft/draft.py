@@ -22,7 +22,7 @@ from eagle3_jax.models.fingerprint import differing_facts, same_weights
 from eagle3_jax.models.target import Target, checked_ids, resolve
 from eagle3_jax.models.weights import FLOATS, Graph, Params, abstract_params, checked_dtype, fill, flatten
 from eagle3_jax.sharding import ONE_DEVICE, Placement
-from eagle3_jax.taps import Taps, TapSet, WiringError
+from eagle3_jax.taps import Taps, TapSet, require_taps
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _LENT = "target_norm."  # parameters that only a target gives; no file holds them
@@ -94,7 +94,7 @@ class Draft:
         """
         if not self.is_bound:
             parts = ", ".join(_IN_WORDS[part] for part in self.missing)
-            raise UserError(f"the draft stores no {parts} / call draft.bind(target) first")
+            raise UserError(f"the draft stores no {parts} / draft = draft.bind(target) lends it")
         ids = checked_ids(ids, self.config.decoder.vocab_size)
         _check_features(features, ids.shape, self.config.target_hidden_size)
         if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
@@ -108,11 +108,7 @@ _IN_WORDS = {"embed_tokens": "embedding", "lm_head": "lm_head", "target_norm": "
 
 
 def _check_features(features: Any, shape: tuple[int, int], hidden_size: int) -> None:
-    if not isinstance(features, Taps):
-        raise WiringError(
-            f"the features are a {type(features).__name__}, which does not say what taps they are / give "
-            "target.forward(...).taps, or Taps.from_fused(array, taps)"
-        )
+    require_taps(features)
     found = features.arrays[0].shape
     if shape[1] < 2 or found != (*shape, hidden_size):
         raise UserError(

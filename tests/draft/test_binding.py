@@ -98,7 +98,7 @@ def test_a_draft_without_embedding_takes_the_targets(tmp_path: Path, tiny_target
     folder = without_embedding(tiny_draft, tmp_path / "draft")
     draft = e3.load_draft(folder)
     features = tiny_target.forward(ids_of(0, 1, 6), taps=draft.taps).taps
-    with pytest.raises(e3.UserError, match=r"stores no embedding / call draft\.bind\(target\)"):
+    with pytest.raises(e3.UserError, match=r"stores no embedding / draft = draft\.bind\(target\) lends it"):
         draft.ttt_forward(features, ids_of(0, 1, 6), 1)
     bound = draft.bind(tiny_target)
     embedding = tiny_target.params["model"]["embed_tokens"]["weight"]

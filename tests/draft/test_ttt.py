@@ -48,7 +48,7 @@ def test_shapes_and_dtype(packed) -> None:
 def test_inputs_that_do_not_go_together_are_refused_in_one_line(tiny_draft, features, ids, untyped) -> None:
     fused = np.zeros((1, LENGTH, 192), np.float32)
     for given, changes, message in [
-        (fused, {}, "does not say what taps"),
+        (fused, {}, "does not say what taps it holds"),
         (list(features.arrays), {}, "does not say what taps"),
         (features, {"ids": ids[:, :-1]}, r"\[1, 14, 64\] for token ids of shape \[1, 13\]"),
         (features.map(lambda a: a[..., :32]), {}, r"\[1, 14, 32\]"),
