@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.config import Config
+from eagle3_jax.config import Config, DraftShape, StoredConfig
 from eagle3_jax.data.packing import Packed
 from eagle3_jax.data.template import ChatOptions
 from eagle3_jax.data.vocabulary import coverage, draft_vocabulary
@@ -86,6 +86,10 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     (documents, packed), (heldout_documents, heldout) = (
         _read(config, files, target) for files in (config.data.train, config.data.heldout)
     )
+    if config.data.stored != StoredConfig() and documents.samples is None and heldout_documents.samples is None:
+        raise UserError(
+            "data.stored says what stored features are, and neither data.train nor data.heldout are / drop it"
+        )
     draft = _first_draft(config, target, documents.items, init_from)
     say(f"taps: {draft.taps.words(target.num_layers)}, joined in this order")
     stored, heldout_stored = (
@@ -209,6 +213,11 @@ def _first_draft(config: Config, target: Target, documents, init_from: str | Non
         if differing:
             raise UserError(f"--init-from {init_from} differs from the config's draft in {', '.join(differing)}")
         return Draft(draft.config, draft.graph, draft.params, draft.d2t, facts)
-    size = min(config.draft.vocab_size, target.config.vocab_size)
+    size, whole = config.draft.vocab_size, target.config.vocab_size
+    if size > whole and size != DraftShape().vocab_size:
+        raise UserError(
+            f"draft.vocab_size is {size}, the target's vocabulary {whole} / lower it, or leave it out for all"
+        )
+    size = min(size, whole)
     d2t = draft_vocabulary(documents, size, target.config.vocab_size, always=target.eos_token_ids)
     return initial_draft(config.draft, target, d2t, config.training.seed, facts)
