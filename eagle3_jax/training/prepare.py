@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.config import Config
+from eagle3_jax.config import Config, StoredConfig
 from eagle3_jax.data.packing import Packed
 from eagle3_jax.data.template import ChatOptions
 from eagle3_jax.data.vocabulary import coverage, draft_vocabulary
@@ -86,6 +86,8 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     (documents, packed), (heldout_documents, heldout) = (
         _read(config, files, target) for files in (config.data.train, config.data.heldout)
     )
+    if documents.samples is heldout_documents.samples is None and config.data.stored != StoredConfig():
+        raise UserError("data.stored says what stored features are, and these data are none / leave it out")
     draft = _first_draft(config, target, documents.items, init_from)
     say(f"taps: {draft.taps.words(target.num_layers)}, joined in this order")
     stored, heldout_stored = (
