@@ -46,7 +46,8 @@ def read(
         if "embed_tokens.weight" not in tensors:
             raise UserError(f"tie_word_embeddings is on but neither lm_head nor embed_tokens is stored / {where}")
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
-    facts = {key: value for key, value in (raw.get("eagle3_jax") or {}).items() if key not in _OWN_KEYS}
+    own = raw.get("eagle3_jax") or {}
+    facts = {key: value for key, value in own.items() if key not in _OWN_KEYS and value is not None}
     return Checkpoint(config, tensors, {"verifier": _no_verifier(), **facts})
 
 

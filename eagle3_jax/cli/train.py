@@ -60,14 +60,19 @@ def _join(coordinator: str | None, processes: int | None, process: int | None) -
         if processes is not None or process is not None:
             raise UserError("--processes and --process need --coordinator HOST:PORT, the address of process 0")
         return
+    told = coordinator == "auto"  # by the cluster
+    if not told and (processes is None or process is None or process >= processes):
+        raise UserError("--coordinator needs --processes N and --process I, from 0 to N-1 / or --coordinator auto")
     import jax
 
-    if coordinator == "auto":
-        jax.distributed.initialize()
-        return
-    if processes is None or process is None or process >= processes:
-        raise UserError("--coordinator needs --processes N and --process I, from 0 to N-1 / or --coordinator auto")
-    jax.distributed.initialize(coordinator, processes, process)
+    try:
+        jax.distributed.initialize(*(() if told else (coordinator, processes, process)))
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"cannot join the other processes / --coordinator {coordinator} / {reason} / `auto` is for Slurm and TPU "
+            "pods, elsewhere give HOST:PORT of the first process"
+        ) from error
 
 
 class TrainingProgress:

@@ -131,9 +131,9 @@ def _ttt_forward(graph, steps, params, features, ids, positions, documents):
 
 def check_binding(draft: Draft, target: Target) -> None:
     """Refuses a draft that cannot belong to this target."""
-    config, facts = draft.config, draft.facts.get("target", {})
+    config, facts = draft.config, draft.facts.get("target") or {}
     config.taps.check(target.num_layers)
-    differing = differing_facts(facts.get("fingerprint", {}), target.fingerprint)
+    differing = differing_facts(facts.get("fingerprint") or {}, target.fingerprint)
     if config.target_hidden_size != target.config.hidden_size:
         differing.append(f"hidden_size {config.target_hidden_size} against {target.config.hidden_size}")
     if config.decoder.vocab_size != target.config.vocab_size:
@@ -152,7 +152,7 @@ def check_binding(draft: Draft, target: Target) -> None:
 
 def binding_warning(draft: Draft, target: Target) -> str | None:
     """One line when the shapes fit but the weights are not those the draft was trained for, else None."""
-    facts = draft.facts.get("target", {})
+    facts, verifier = draft.facts.get("target") or {}, draft.facts.get("verifier") or {}
     fingerprint = facts.get("fingerprint")
     if not fingerprint:
         reason = "has no fingerprint"
@@ -163,7 +163,7 @@ def binding_warning(draft: Draft, target: Target) -> str | None:
         reason = f"was trained on this target's weights {kept}, here they are {target.quantize or 'not quantised'}"
     else:
         return None
-    name = facts.get("hub_id") or draft.facts.get("verifier", {}).get("name_or_path") or "an unnamed target"
+    name = facts.get("hub_id") or verifier.get("name_or_path") or "an unnamed target"
     return f"warning: the draft (for {name}) {reason}; serving it on {target.path} may accept fewer tokens"
 
 

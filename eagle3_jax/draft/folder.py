@@ -74,19 +74,26 @@ def _check_types(raw: dict[str, Any], where: str) -> None:
     names = raw.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         wrong.append(("architectures", "a list of names"))
-    served = inner.get("speculators_config", {})
+    served, own = inner.get("speculators_config", {}), inner.get("eagle3_jax", {})
     proposals = served.get("proposal_methods")
-    if not isinstance(served.get("verifier"), dict | None):
-        wrong.append(("speculators_config.verifier", "an object"))
+    for block, verifier in (("speculators_config", served.get("verifier")), ("eagle3_jax", own.get("verifier"))):
+        if not isinstance(verifier, dict | None):
+            wrong.append((f"{block}.verifier", "an object"))
+        elif verifier and not isinstance(verifier.get("name_or_path"), str | None):
+            wrong.append((f"{block}.verifier.name_or_path", "text"))
+    if own.get("speculative_tokens") is not None and not _is_count(own["speculative_tokens"]):
+        wrong.append(("eagle3_jax.speculative_tokens", "a count"))
     if proposals is not None and not (isinstance(proposals, list) and all(isinstance(p, dict) for p in proposals)):
         wrong.append(("speculators_config.proposal_methods", "a list of objects"))
     elif proposals and not _is_count(proposals[0].get("speculative_tokens", 1)):
         wrong.append(("speculators_config.proposal_methods: speculative_tokens", "a count"))
-    verifier, facts = served.get("verifier"), inner.get("eagle3_jax", {}).get("target")
-    if isinstance(verifier, dict) and not isinstance(verifier.get("name_or_path"), str | None):
-        wrong.append(("speculators_config.verifier.name_or_path", "text"))
+    facts = own.get("target")
     if not isinstance(facts, dict | None) or not isinstance((facts or {}).get("fingerprint"), dict | None):
         wrong.append(("eagle3_jax.target and its fingerprint", "objects"))
+    else:
+        sample = ((facts or {}).get("fingerprint") or {}).get("sample")
+        if sample is not None and not (isinstance(sample, list) and all(type(x) in (int, float) for x in sample)):
+            wrong.append(("eagle3_jax.target.fingerprint.sample", "a list of numbers"))
     for prefix, part in (("", raw), ("eagle_config.", inner.get("eagle_config", {}))):
         wrong += [(prefix + key, "true or false") for key in _SWITCHES if not isinstance(part.get(key), bool | None)]
         counts = {key: part.get(key) for key in _COUNTS}

@@ -86,10 +86,8 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     (documents, packed), (heldout_documents, heldout) = (
         _read(config, files, target) for files in (config.data.train, config.data.heldout)
     )
-    if config.data.stored != StoredConfig() and documents.samples is None and heldout_documents.samples is None:
-        raise UserError(
-            "data.stored says what stored features are, and neither data.train nor data.heldout are / drop it"
-        )
+    if documents.samples is heldout_documents.samples is None and config.data.stored != StoredConfig():
+        raise UserError("data.stored says what stored features are, and these data are none / leave it out")
     draft = _first_draft(config, target, documents.items, init_from)
     say(f"taps: {draft.taps.words(target.num_layers)}, joined in this order")
     stored, heldout_stored = (

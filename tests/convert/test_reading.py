@@ -310,6 +310,8 @@ def test_what_the_file_says_is_used_or_refused(tmp_path: Path, tiny_draft, chang
         ({"target_hidden_size": [64]}, "target_hidden_size must be a count"),
         ({"eagle3_jax": {"target": 5}}, "eagle3_jax.target and its fingerprint must be objects"),
         ({"eagle3_jax": {"target": {"fingerprint": 5}}}, "eagle3_jax.target and its fingerprint must be objects"),
+        ({"eagle3_jax": {"target": {"fingerprint": {"sample": ["a"]}}}}, "sample must be a list of numbers"),
+        ({"eagle3_jax": {"verifier": "org/t", "speculative_tokens": 0}}, "verifier must be .*speculative_tokens must"),
         ({"speculators_config": {"verifier": {"name_or_path": 5}}}, "name_or_path must be text"),
         ({"speculators_config": {"proposal_methods": [{"speculative_tokens": -3}]}}, "speculative_tokens must be a"),
     ],

@@ -23,6 +23,9 @@ def without_facts(draft: e3.Draft) -> e3.Draft:
 def test_the_right_target_is_taken_without_a_word(tiny_target, tiny_draft) -> None:
     assert tiny_draft.bind(tiny_target) is tiny_draft
     assert binding_warning(tiny_draft, tiny_target) is None
+    for facts in ({"target": None, "verifier": None}, {"target": {"fingerprint": None}}):  # as JSON may say it
+        draft = dataclasses.replace(tiny_draft, facts=facts)
+        assert draft.bind(tiny_target) is draft and "has no fingerprint" in binding_warning(draft, tiny_target)
 
 
 @pytest.mark.parametrize("facts", [True, False], ids=["with fingerprint", "without fingerprint"])
