@@ -142,13 +142,15 @@ def resolve_taps(
     top: the top-level list, block inputs in vLLM and speculators. nested: the list in eagle_config: block outputs if
     its first id is 1; else the older SGLang adds one and the newer does not, which `convention` ("block-input" or
     "block-output", how the file's ids count) decides. own: the canonical list of an eagle3_jax block. given: the
-    user's, which must agree. num_layers: of the target, for messages.
+    user's, which must agree. num_layers: of the target, which not every reading may have room in.
     Raises WiringError where two places contradict each other, UnknownTaps where nothing decides.
     """
     for ids in (top, nested, own):
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise WiringError(f"{where}: eagle_aux_hidden_state_layer_ids is {ids!r} / it must be a list of numbers")
     readings = _readings(where, top, nested, convention)
+    if num_layers is not None:  # a reading that names a block the target does not have is none
+        readings = [r for r in readings if max(r.points) <= num_layers] or readings
     for source in (own, given):
         if source is not None:
             chosen = TapSet(source)

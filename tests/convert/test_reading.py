@@ -151,6 +151,10 @@ def test_a_tap_after_the_last_block_and_beyond(tmp_path: Path, tiny_target) -> N
     draft = random_draft(tiny_target, taps=(4, 6, 8), norm_before_fc=True)
     folder = write(tmp_path / "a", draft, "sglang", norm_before_fc=True, **nested([4, 6, 8]))
     assert e3.load_draft(folder, taps=[4, 6, 8], target=tiny_target).taps == e3.TapSet([4, 6, 8])
+    with pytest.raises(UnknownTaps, match="the older SGLang adds one"):
+        e3.load_draft(folder)
+    # The older SGLang's reading would be the input of a ninth block: of this target there is one reading.
+    assert e3.load_draft(folder, target=tiny_target).taps == e3.TapSet([4, 6, 8])
     beyond = write(tmp_path / "b", draft, "sglang", norm_before_fc=True, eagle_aux_hidden_state_layer_ids=[4, 6, 9])
     (raw := json.loads((beyond / "config.json").read_text())).pop("eagle_config")
     (beyond / "config.json").write_text(json.dumps(raw))
