@@ -74,7 +74,8 @@ class DataConfig(_Strict):
 
 
 class DraftShape(_Strict):
-    """taps: canonical points, or `paper` for (2, N//2, N-3). vocab_size: rows of the draft's head.
+    """taps: canonical points, or `paper` for (2, N//2, N-3). vocab_size: rows of the draft's head; 32000, the
+    default, means all of a smaller vocabulary.
 
     initialise: `random`, or `last_block`: blocks start as copies of the target's last one and fc passes the last tap
     through, so that training begins from the target's own final computation. last_tap_scale: times this. With fc_norm

@@ -7,6 +7,7 @@ thoughts, or move the system prompt) gets a document of its own, which ends with
 and serving see different ids is an error that names the row.
 """
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,18 @@ def tokenise(tokenizer: Any, record: Record, vocab_size: int, options: ChatOptio
                 "was it tokenised for another target?"
             )
     return [(ids.astype(np.int32), mask) for ids, mask in documents]
+
+
+def check_variables(tokenizer: Any, options: ChatOptions) -> None:
+    """UserError for a variable that the tokenizer's chat template does not have, and would ignore without a word, or
+    that is set in other ways."""
+    template, taken = str(tokenizer.chat_template or ""), inspect.signature(tokenizer.apply_chat_template).parameters
+    names = [name for name in options.template if name not in taken and name != "messages"]
+    known = [name for name in names if re.search(rf"\b{re.escape(name)}\b", template)]
+    if unknown := [name for name in options.template if name not in known]:
+        raise UserError(
+            f"chat_template: the target's chat template has no variable {', '.join(unknown)} / leave it out"
+        )
 
 
 def prompt_ids(

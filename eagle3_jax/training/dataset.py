@@ -12,7 +12,7 @@ from eagle3_jax.data.foreign.masks import with_masks
 from eagle3_jax.data.foreign.sample import Sample
 from eagle3_jax.data.packing import Packed, pack
 from eagle3_jax.data.records import Record, TokenRow, read_records
-from eagle3_jax.data.template import DEFAULT, ChatOptions, Document, tokenise
+from eagle3_jax.data.template import DEFAULT, ChatOptions, Document, check_variables, tokenise
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.target import Target
 from eagle3_jax.sharding import shared
@@ -65,6 +65,8 @@ def read_documents(
     records = [r for file in files for r in read_records(file)]
     chats = any(not isinstance(record, TokenRow) for record in records)
     tokenizer = target.require_tokenizer() if chats else None
+    if tokenizer is not None:
+        check_variables(tokenizer, options)
 
     def tokenised(record: Record) -> list[Document] | str:
         try:

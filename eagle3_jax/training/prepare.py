@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.config import Config, StoredConfig
+from eagle3_jax.config import Config, DraftShape, StoredConfig
 from eagle3_jax.data.packing import Packed
 from eagle3_jax.data.template import ChatOptions
 from eagle3_jax.data.vocabulary import coverage, draft_vocabulary
@@ -211,6 +211,11 @@ def _first_draft(config: Config, target: Target, documents, init_from: str | Non
         if differing:
             raise UserError(f"--init-from {init_from} differs from the config's draft in {', '.join(differing)}")
         return Draft(draft.config, draft.graph, draft.params, draft.d2t, facts)
-    size = min(config.draft.vocab_size, target.config.vocab_size)
+    size, whole = config.draft.vocab_size, target.config.vocab_size
+    if size > whole and size != DraftShape().vocab_size:
+        raise UserError(
+            f"draft.vocab_size is {size}, the target's vocabulary {whole} / lower it, or leave it out for all"
+        )
+    size = min(size, whole)
     d2t = draft_vocabulary(documents, size, target.config.vocab_size, always=target.eos_token_ids)
     return initial_draft(config.draft, target, d2t, config.training.seed, facts)

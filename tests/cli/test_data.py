@@ -157,7 +157,9 @@ def test_preview_brackets_what_is_supervised(eagle3, target, conversations, tmp_
     assert "cut off" in short.out and "documents cut" in short.err
     preview = ("data", "preview", conversations, "--target", target, "--rows", 0)
     assert eagle3(*preview).out == ""
-    assert "0 duplicates" in eagle3(*preview, "--last-turn-only", "--chat-template", "{enable_thinking: no}").err
+    assert "0 duplicates" in eagle3(*preview, "--last-turn-only", "--chat-template", "{message: no}").err
+    assert "no variable tools" in eagle3(*preview, "--chat-template", "{tools: []}").complaint
+    assert "no variable enable_thinking" in eagle3(*preview, "--chat-template", "{enable_thinking: no}").complaint
     assert "no mapping" in eagle3(*preview, "--chat-template", "x").complaint
     assert "no such file" in eagle3("data", "preview", tmp_path / "no.jsonl", "--target", target).complaint
 
