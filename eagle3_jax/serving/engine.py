@@ -68,7 +68,7 @@ class Engine:
         self._scheduler = Scheduler(self._cache, settings.chunk)
         depth = self._strategies.depth
         self._controller = Controller(depth, trained_acceptance(draft)) if depth else None
-        self._steady: int | None = None  # for how many requests the newest round was, if nothing else ran since
+        self._steady: int | None = None  # for how many requests the newest round of auto was, if only rounds ran since
         self._seconds = 1.0  # a request's running time, a moving average
         self._changed = threading.Condition()  # guards the next four
         self._inbox: list[Sequence] = []
