@@ -151,11 +151,13 @@ def resolve_taps(
     readings = _readings(where, top, nested, convention)
     if num_layers is not None:  # a reading that names a block the target does not have is none
         readings = [r for r in readings if max(r.points) <= num_layers] or readings
-    for source in (own, given):
+    for name, source in (("eagle3_jax.taps", own), ("as given", given)):
         if source is not None:
             chosen = TapSet(source)
             if chosen not in readings and readings:
-                require(chosen, readings[0])
+                raise WiringError(
+                    f"expected {readings[0].words()}, got {chosen.words()} ({name}) / {where} / one of the two is wrong"
+                )
             readings = [chosen]
     if len(readings) == 1:
         return readings[0]
