@@ -15,6 +15,7 @@ from eagle3_jax.training import prepare, trainer
 from tests.tiny import target_config, target_tensors, write_target
 
 ANSWER, BEYOND = 24, 6  # tokens that generate is asked for, and those known after them: the deepest chain is 5
+PROMPTS, DEEPEST = 8, 5  # what generate is asked for with a draft: equal shapes share their compiled programs
 SHAPE = {
     "vocab_size": 48,
     "hidden_size": 32,

@@ -17,9 +17,9 @@ from eagle3_jax.training.evaluate import simulate
 from eagle3_jax.training.features import Features
 from eagle3_jax.training.metrics import walk
 from eagle3_jax.training.step import Batch, Frozen, Setup, compute_features, evaluate_batch
-from tests.training.conftest import ANSWER
+from tests.training.conftest import ANSWER, DEEPEST, PROMPTS
 
-PROMPTS, DEEPEST, LENGTH = 10, 5, 128
+LENGTH = 128
 
 
 class Served:

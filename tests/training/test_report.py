@@ -22,7 +22,7 @@ from eagle3_jax.training.report.charts import POINTS, Series, line_chart
 from eagle3_jax.training.report.samples import sample_answers
 from eagle3_jax.training.trackers import open_trackers
 from tests.tiny import random_draft
-from tests.training.conftest import read_metrics
+from tests.training.conftest import ANSWER, DEEPEST, PROMPTS, read_metrics
 
 
 class Page(HTMLParser):
@@ -145,11 +145,12 @@ def test_tau_by_source_and_by_place(trained) -> None:
 def test_real_generation_beside_the_simulated_tau(world, trained, tmp_path) -> None:
     """In float32 the two agree but for an answer's last round, which its end cuts."""
     raw = world.config(tmp_path).model_dump()
-    raw |= {"evaluation": {"count": 3, "max_new_tokens": 24, "strategy": "chain:3"}}
+    raw |= {"evaluation": {"count": PROMPTS, "max_new_tokens": ANSWER, "strategy": f"chain:{DEEPEST}"}}
     config = Config.model_validate(raw | {"training": raw["training"] | {"epochs": 1, "evaluate_every": 100}})
     result = trainer.train(config, init_from=str(trained / "export"), target=world.target)
     generation = result["generation"]
-    assert generation["prompts"] == 3 and generation["tokens"] == 3 * 24 and generation["strategy"] == "chain:3"
+    assert (generation["prompts"], generation["tokens"]) == (PROMPTS, PROMPTS * ANSWER)
+    assert generation["strategy"] == f"chain:{DEEPEST}"
     assert generation["tau"] > 1 and abs(generation["tau"] - generation["simulated_tau"]) < 0.25
     assert "measured tau" in (config.run_dir / "report.html").read_text()
 
