@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle3_jax.data.files import is_hub
 from eagle3_jax.data.records import read_prompts
-from eagle3_jax.data.template import prompt_ids
+from eagle3_jax.data.template import ChatOptions, check_variables, prompt_ids
 from eagle3_jax.errors import UserError
 from eagle3_jax.files import write_whole
 from eagle3_jax.models.target import Target
@@ -92,6 +92,7 @@ def generate_answers(
             f"max_new_tokens is {settings.max_new_tokens}, the target's context is {target.config.max_positions} / "
             "ask for fewer"
         )
+    check_variables(target.require_tokenizer(), ChatOptions(template=settings.template))
     asked = read_prompts(prompts)
     conversations = [turns for turns in asked[:limit] for _ in range(settings.samples)]
     facts = {

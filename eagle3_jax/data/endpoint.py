@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle3_jax.data.answers import AnswerCounts, AnswerSettings, append_row, begin_or_continue, prompts_hash
 from eagle3_jax.data.records import read_prompts
-from eagle3_jax.data.template import prompt_ids
+from eagle3_jax.data.template import ChatOptions, check_variables, prompt_ids
 from eagle3_jax.errors import UserError
 
 _TRIES, _PAUSE = 4, 1.0  # of a request; seconds before the second try, doubled each time
@@ -37,6 +37,7 @@ def answers_from_endpoint(
     tokenizer: of the target; for the length of prompts and for cut answers. Raises UserError if the server cannot be
     reached or refuses, if `out` was begun with other settings, or cannot be written; what has been answered is kept.
     """
+    check_variables(tokenizer, ChatOptions(template=settings.template))
     asked = read_prompts(prompts)
     file, url = prompts_hash(prompts, asked), url.rstrip("/")
     return asyncio.run(_answer_all(url, model, tokenizer, file, asked[:limit], out, settings, progress))

@@ -135,7 +135,6 @@ def test_ctrl_c_saves_and_exits_with_130(eagle3, config, tmp_path, monkeypatch) 
         (["--resumee"], "--resume"),
         (["--coordinator", "here:1"], "--coordinator needs --processes N"),
         (["--coordinator", "auto"], "cannot join the other processes"),
-        (["data.stored.convention=block-input"], "these data are none"),
         (["--json", "absent/result.json"], "no folder absent"),
         (["--json", "."], "is a folder"),
     ],

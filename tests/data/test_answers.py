@@ -73,6 +73,8 @@ def test_prompts_are_rendered_with_the_variables_of_the_chat_template(target, pr
     asked = prompt_ids(tokenizer, [{"role": "user", "content": PROMPTS[0][0]}], template=settings.template)
     (row,) = read_rows(out)
     assert row["input_ids"][: len(asked)] == asked and row["loss_mask"][: len(asked) + 1] == [0] * len(asked) + [1]
+    with pytest.raises(UserError, match="the target's chat template has no variable no"):
+        run(target, prompts, out, AnswerSettings(max_new_tokens=24, template={"no": 1}))
     with pytest.raises(UserError, match="template {'tail': 'abc'}, now None"):
         run(target, prompts, out, SETTINGS["greedy"])
 

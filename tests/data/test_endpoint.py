@@ -73,12 +73,14 @@ def server(monkeypatch):
 def ask(server, tmp_path, progress=lambda counts: None, **settings) -> AnswerCounts:
     prompts = write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
     out, options = tmp_path / "out.jsonl", AnswerSettings(**({"slots": 2} | settings))
-    return answers_from_endpoint(server.url, None, tiny_tokenizer(), prompts, out, options, progress)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template += "{{ tail }}"
+    return answers_from_endpoint(server.url, None, tokenizer, prompts, out, options, progress)
 
 
 def test_conversations_and_a_cut_answer_become_rows_for_training(server, tmp_path) -> None:
     server.faults = [503, 429]  # tried again
-    counts = ask(server, tmp_path, temperature=0.7, samples=2, template={"enable_thinking": False})
+    counts = ask(server, tmp_path, temperature=0.7, samples=2, template={"tail": "x"})
     assert (counts.prompts, counts.written, counts.too_long) == (8, 8, 0)
     rows = read_rows(tmp_path / "out.jsonl")
     assert [row["id"] for row in rows] == list(range(8))
@@ -87,7 +89,7 @@ def test_conversations_and_a_cut_answer_become_rows_for_training(server, tmp_pat
     assert sum(isinstance(record, Conversation) for record in records) == 6
     ((ids, mask),) = tokenise(tokenizer, next(r for r in records if isinstance(r, TokenRow)), len(tokenizer))
     assert tokenizer.decode(ids[mask]) == "tuc"  # without an end-of-turn token, which the model has not written
-    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in server.asked)
+    assert all(body["chat_template_kwargs"] == {"tail": "x"} for body in server.asked)
     seeds = [body["seed"] for body in server.asked]
     assert {body["model"] for body in server.asked} == {"the-target"} and sorted(set(seeds)) == list(range(8))
 
