@@ -48,7 +48,7 @@ def test_a_small_load_gets_right_answers_and_leaves_nothing(server):
         expected = await load.alone(address, pool)
         before = await metrics(address)
         plan = load.Plan(40, rate=200.0, in_flight=5, abort=0.15, malformed=0.15)
-        seen = await load.run(address, pool, ["auto", "plain"], plan, expected)
+        seen = await load.run(address, pool, ["auto", "chain:2"], plan, expected)
         return seen, before, await metrics(address)
 
     seen, before, after = asyncio.run(go())
