@@ -18,7 +18,7 @@ from eagle3_jax.draft.network import DraftModel
 from eagle3_jax.models.attention import KV, cached
 from eagle3_jax.models.decoder import CausalLM
 from eagle3_jax.models.target import Target
-from eagle3_jax.speculate.cost import time_each
+from eagle3_jax.speculate.cost import compare_each
 from eagle3_jax.speculate.drafting import fast_rows
 from eagle3_jax.speculate.generate import begin
 from eagle3_jax.speculate.request import SamplingParams, spread
@@ -113,11 +113,10 @@ def measure_parts(
             caches[what], carries[case] = carry.cache, carry._replace(cache=())
         jax.block_until_ready(outcome)
 
-    seconds = time_each(run, list(carries))
-    plain = seconds["plain", 1]
+    costs = compare_each(run, list(carries))  # the first one is a plain round
     return Parts(
-        {strategy: seconds["verify", count] / plain for strategy, count in rows.items()},
-        {strategy: seconds["step", count] / plain for strategy, count in beams.items()},
+        {strategy: costs["verify", count] for strategy, count in rows.items()},
+        {strategy: costs["step", count] for strategy, count in beams.items()},
         step_bytes(weights) / target_bytes(target, weights),
     )
 

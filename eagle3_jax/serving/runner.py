@@ -23,7 +23,7 @@ from eagle3_jax.models.target import Target
 from eagle3_jax.serving import programs
 from eagle3_jax.serving.programs import LastRead, Outcome
 from eagle3_jax.serving.strategies import slot_room
-from eagle3_jax.speculate.cost import cost_key, known_costs, time_each
+from eagle3_jax.speculate.cost import compare_each, cost_key, known_costs
 from eagle3_jax.speculate.generate import pair
 from eagle3_jax.speculate.request import SamplingParams, device_sampling
 from eagle3_jax.speculate.round import must_catch_up
@@ -93,7 +93,7 @@ class Runner:
 
         # All programs are compiled here anyway, so that costs need not be those of caches of another length.
         key = cost_key(self._target, self._draft, size, ["slots", str(self._slots), "entries", str(self.entries)])
-        return known_costs(key, self.entries, self._known, lambda shapes: time_each(run, shapes, prepare))
+        return known_costs(key, self.entries, self._known, lambda shapes: compare_each(run, shapes, prepare))
 
     @property
     def intact(self) -> bool:

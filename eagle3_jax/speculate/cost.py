@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import re
+import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
 from importlib import metadata
@@ -32,8 +33,7 @@ from eagle3_jax.speculate.round import Models, State, Weights, speculate
 from eagle3_jax.speculate.strategy import PLAIN, Strategy
 
 Costs = dict[Strategy, float]
-_TURNS, _FEWEST_TURNS, _SECONDS = 40, 3, 60.0
-_SAME, _SETTLED = 0.99, 5  # so many turns in which none was quicker than before, by more than that
+_TURNS, _FEWEST_TURNS, _SECONDS = 11, 3, 60.0
 _ROUNDS = 2
 _NEAR = 4  # times as long or short as the length of the caches for which costs are wanted
 _log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def known_costs(
     """What a round of each strategy costs, in plain rounds, with caches of `entries`. What is not known yet is measured
     now, and kept.
 
-    measure: seconds a round of these strategies, of which plain decoding is one. A file that cannot be used or written
-    is logged and otherwise ignored.
+    measure: that, of these strategies; the first one is plain decoding. A file that cannot be used or written is logged
+    and otherwise ignored.
     """
     folder, costs = cost_folder(key), {PLAIN: 1.0}
     costs |= _nearest(_read(folder, key, strategies), entries)
@@ -54,40 +54,47 @@ def known_costs(
         names = ", ".join(strategy.text for strategy in missing)
         words = "note: measuring what rounds of %s cost at batch %d (once, kept in %s)"
         _log.warning(words, names, key["batch"], folder)
-        seconds = measure([PLAIN, *missing])
-        found = {strategy: seconds[strategy] / seconds[PLAIN] for strategy in missing}
+        measured = measure([PLAIN, *missing])
+        found = {strategy: measured[strategy] for strategy in missing}
         _write(folder, key, entries, found)
         costs |= found
     return {strategy: costs[strategy] for strategy in strategies}
 
 
-def time_each[Case: Hashable](
+def compare_each[Case: Hashable](
     run: Callable[[Case], None], cases: Sequence[Case], prepare: Callable[[], None] = lambda: None
 ) -> dict[Case, float]:
-    """The fewest seconds of run(case), cases taking turns, until they are settled: where other programs take the
-    machine for seconds, every case needs a quiet moment, or their ratios are wrong by a third. A first turn, which
-    compiles, is not counted, nor is `prepare` before each run."""
-    seconds, begun, settled = dict.fromkeys(cases, math.inf), math.inf, 0
-    for turn in range(1 + _TURNS):
-        before = dict(seconds)
-        for case in cases:
-            prepare()
-            begin = time.perf_counter()
-            run(case)
-            if turn:
-                seconds[case] = min(seconds[case], time.perf_counter() - begin)
-        begun = min(begun, time.perf_counter())
-        settled = settled + 1 if turn and all(seconds[case] > _SAME * before[case] for case in cases) else 0
-        if settled >= _SETTLED or (turn >= _FEWEST_TURNS and time.perf_counter() - begun > _SECONDS):
+    """How many times as long as run(cases[0]) each run(case) takes, the median of some turns.
+
+    A machine's speed changes from second to second, and other programs take it for a while. So each case runs right
+    beside the first one, after it and before it in turns, and only the ratios of two such runs count. A first run of
+    each case, which compiles, is not counted, nor is `prepare` before each run.
+    """
+
+    def seconds(case: Case) -> float:
+        prepare()
+        begin = time.perf_counter()
+        run(case)
+        return time.perf_counter() - begin
+
+    first, *others = cases
+    for case in cases:
+        seconds(case)
+    ratios, begun = {case: [] for case in others}, time.perf_counter()
+    for turn in range(_TURNS):
+        for case in others:
+            took = {each: seconds(each) for each in ((first, case), (case, first))[turn % 2]}
+            ratios[case].append(took[case] / took[first])
+        if turn + 1 >= _FEWEST_TURNS and time.perf_counter() - begun > _SECONDS:
             break
-    return seconds
+    return {first: 1.0} | {case: statistics.median(found) for case, found in ratios.items()}
 
 
 def measure_rounds(
     models: Models, weights: Weights, strategies: Sequence[Strategy], state: State
 ) -> tuple[Costs, State]:
-    """Seconds a round of each strategy in batches like `state`, which is donated; it comes back as it was, up to cache
-    entries that no token has."""
+    """What a round of each strategy costs, in rounds of the first one, in batches like `state`, which is donated; it
+    comes back as it was, up to cache entries that no token has."""
     kept = jax.tree.map(jnp.copy, _without_caches(state))
 
     def restore() -> None:
@@ -102,9 +109,9 @@ def measure_rounds(
             state, committed = speculate(models, strategy, weights, state)
         jax.device_get(committed)
 
-    seconds = time_each(run, strategies, restore)
+    costs = compare_each(run, strategies, restore)
     restore()
-    return {strategy: total / _ROUNDS for strategy, total in seconds.items()}, state
+    return costs, state
 
 
 def _without_caches(state: State) -> State:

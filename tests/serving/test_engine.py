@@ -206,7 +206,7 @@ def test_a_draft_that_is_not_finite_is_told_and_changes_no_text(engine, alone) -
 def test_rounds_are_timed_without_what_plain_rounds_left_the_draft_to_read(engine, monkeypatch) -> None:
     runner, read = engine._runner, []
 
-    def time_each(run, strategies, prepare):
+    def compare_each(run, strategies, prepare):
         for strategy in (*strategies, *strategies):
             prepare()
             read.clear()
@@ -216,7 +216,7 @@ def test_rounds_are_timed_without_what_plain_rounds_left_the_draft_to_read(engin
 
     catch_up = runner._catch_up
     monkeypatch.setattr(runner, "_catch_up", lambda rows: (read.append(rows), catch_up(rows)))
-    monkeypatch.setattr("eagle3_jax.serving.runner.time_each", time_each)
+    monkeypatch.setattr("eagle3_jax.serving.runner.compare_each", compare_each)
     monkeypatch.setattr("eagle3_jax.serving.runner.known_costs", lambda *given: given[-1](given[-2]))
     for size in (1, 2):
         runner._measure(size)

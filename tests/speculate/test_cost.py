@@ -20,9 +20,9 @@ def key(monkeypatch, tmp_path) -> dict:
     return {"batch": 4, "of": "a test"}
 
 
-def seconds(plain: float):
-    """What measuring finds on a machine where a plain round takes so long."""
-    return lambda strategies: {strategy: plain * COSTS[strategy] for strategy in strategies}
+def measured(strategies: list[Strategy]) -> dict[Strategy, float]:
+    assert strategies[0] == PLAIN
+    return {strategy: COSTS[strategy] for strategy in strategies}
 
 
 def never(strategies: list[Strategy]):
@@ -30,7 +30,7 @@ def never(strategies: list[Strategy]):
 
 
 def test_costs_are_measured_once_in_plain_rounds(key) -> None:
-    assert known_costs(key, 144, MENU, seconds(0.5)) == COSTS == known_costs(key, 144, MENU, never)
+    assert known_costs(key, 144, MENU, measured) == COSTS == known_costs(key, 144, MENU, never)
     assert {path.suffix for path in cost.cost_folder(key).iterdir()} == {".json"}
     with pytest.raises(AssertionError):
         known_costs(key | {"of": "another"}, 144, MENU, never)
@@ -41,9 +41,9 @@ def test_servers_with_other_strategies_add_theirs(key) -> None:
 
     def measure(strategies: list[Strategy]):
         asked.append(strategies)
-        return seconds(0.25)(strategies)  # twice as fast, when nothing else runs: the ratios count
+        return measured(strategies)
 
-    known_costs(key, 144, few, seconds(0.5))
+    known_costs(key, 144, few, measured)
     assert known_costs(key, 144, MENU, measure) == COSTS and asked == [[PLAIN, *MENU[2:]]]
     assert known_costs(key, 144, few, never) == {s: COSTS[s] for s in few}
     assert known_costs(key, 144, MENU, never) == COSTS
@@ -51,15 +51,15 @@ def test_servers_with_other_strategies_add_theirs(key) -> None:
 
 def test_two_that_measure_at_the_same_time_lose_nothing(key) -> None:
     def measure(strategies: list[Strategy]):
-        known_costs(key, 144, MENU[2:], seconds(1.0))  # another process begins and ends meanwhile
-        return seconds(0.5)(strategies)
+        known_costs(key, 144, MENU[2:], measured)  # another process begins and ends meanwhile
+        return measured(strategies)
 
     known_costs(key, 144, MENU[:2], measure)
     assert known_costs(key, 144, MENU, never) == COSTS
 
 
 def test_a_cache_length_has_the_costs_of_the_nearest_one_that_is_near(key) -> None:
-    known_costs(key, 144, MENU, seconds(0.5))
+    known_costs(key, 144, MENU, measured)
     assert known_costs(key, 528, MENU, never) == COSTS == known_costs(key, 80, MENU, never)
     other = {strategy: 1.0 if strategy == PLAIN else 3.0 for strategy in MENU}
     assert known_costs(key, 1040, MENU, lambda strategies: {s: other[s] for s in strategies}) == other
@@ -76,13 +76,13 @@ def test_a_cache_length_has_the_costs_of_the_nearest_one_that_is_near(key) -> No
     ids=lambda content: str(content)[:20],
 )
 def test_a_file_that_cannot_be_used_is_told_and_replaced(key, content, caplog) -> None:
-    known_costs(key, 144, MENU, seconds(0.5))
+    known_costs(key, 144, MENU, measured)
     path = cost.cost_folder(key) / "144-chain_3.json"
     text = json.dumps(json.loads(path.read_text()) | content) if isinstance(content, dict) else content
     path.write_bytes(text.encode("latin-1"))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert known_costs(key, 144, MENU, seconds(0.25)) == COSTS
+        assert known_costs(key, 144, MENU, measured) == COSTS
     ignored, measuring = caplog.messages
     assert "ignoring files of round costs" in ignored and "144-chain_3.json" in ignored
     assert "measuring what rounds of chain:3 cost at batch 4" in measuring
@@ -92,7 +92,7 @@ def test_a_file_that_cannot_be_used_is_told_and_replaced(key, content, caplog) -
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(key, tmp_path, caplog) -> None:
     (tmp_path / "eagle3_jax").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
-        assert known_costs(key, 144, MENU, seconds(0.5)) == COSTS
+        assert known_costs(key, 144, MENU, measured) == COSTS
     assert "cannot keep the measured round costs" in caplog.text and os.listdir(tmp_path) == ["eagle3_jax"]
 
 
@@ -103,38 +103,30 @@ def clock(monkeypatch) -> list[float]:
     return now
 
 
-def test_cases_take_turns_until_none_gets_quicker_and_the_quickest_turn_but_the_first_counts(clock) -> None:
-    turns, prepared, spans = [], [], iter([0.01, 0.02, *[0.3, 0.5] * 4, 0.25, 0.45, *[0.3, 0.5] * 5])
+def test_each_case_runs_right_beside_the_first_one_and_the_median_of_their_ratios_counts(clock) -> None:
+    """The machine is half as fast from the tenth run on, and every seventh takes three times as long."""
+    ran, prepared = [], []
 
     def run(case: str) -> None:
-        turns.append(case)
-        clock[0] += next(spans)
+        ran.append(case)
+        compiling = 60.0 if ran.count(case) == 1 else 0.0
+        slow = (2 if len(ran) > 10 else 1) * (3 if len(ran) % 7 == 0 else 1)
+        clock[0] += compiling + {"a": 0.2, "b": 0.3, "c": 0.5}[case] * slow
 
     def prepare() -> None:
-        prepared.append(len(turns))
-        clock[0] += 0.01
+        prepared.append(len(ran))
+        clock[0] += 0.05
 
-    assert cost.time_each(run, ["a", "b"], prepare) == pytest.approx({"a": 0.25, "b": 0.45})
-    assert turns[:4] == ["a", "b"] * 2 and prepared == list(range(22))
+    assert cost.compare_each(run, ["a", "b", "c"], prepare) == pytest.approx({"a": 1.0, "b": 1.5, "c": 2.5})
+    assert "".join(ran).startswith("abc" + "abac" + "baca" + "abac") and prepared == list(range(len(ran)))
+    assert cost.compare_each(run, ["a"]) == {"a": 1.0}
 
 
 def test_slow_cases_have_fewer_turns(clock) -> None:
-    turns = []
+    ran = []
 
     def run(case: str) -> None:
-        turns.append(case)
-        clock[0] += 60.0 if len(turns) == 1 else 30.0
+        ran.append(case)
+        clock[0] += 15.0
 
-    assert cost.time_each(run, ["a"]) == {"a": 30.0} and len(turns) == 4
-
-
-def test_every_case_has_its_quiet_moment(clock) -> None:
-    """Another program halves the speed; a quiet moment comes to the cases at different turns."""
-    turns = []
-
-    def run(case: str) -> None:
-        turns.append(case)
-        quiet = len(turns) in (11, 22)
-        clock[0] += {"a": 0.2, "b": 0.3}[case] * (1 if quiet else 2)
-
-    assert cost.time_each(run, ["a", "b"]) == pytest.approx({"a": 0.2, "b": 0.3})
+    assert cost.compare_each(run, ["a", "b"]) == {"a": 1.0, "b": 1.0} and len(ran) == 2 + 3 * 2
