@@ -4,9 +4,7 @@ Kept costs may be wrong: measured while another program had the machine, at anot
 fill of the batch. How fast a machine is changes by a factor of two within minutes, so that only a plain round right
 after one that drafts tells what the latter costs in plain rounds. `controller` sees to it that such pairs come.
 
-    cost   the median of the kept one and of the newest comparisons, and no less than a plain round. Until there is one,
-           the kept cost times what the others' turned out to be wrong by: all of them were divided by one measurement,
-           that of plain rounds
+    cost   the median of the kept one and of the newest comparisons, and no less than a plain round
 
 A median, so that what stops a single round for a while (another program, a page fault) counts for next to nothing.
 """
@@ -30,7 +28,6 @@ class RoundCosts(Mapping[Strategy, float]):
     """
 
     def __init__(self, kept: Mapping[Strategy, float]):
-        self._kept = dict(kept)
         self._costs = {strategy: max(1.0, cost) for strategy, cost in kept.items()}
         self._said: dict[Strategy, deque[float]] = {}  # of strategies that were compared: what was known, comparisons
         self._compared = dict.fromkeys(kept, 0)
@@ -63,6 +60,4 @@ class RoundCosts(Mapping[Strategy, float]):
         said = self._said.setdefault(strategy, deque([self._costs[strategy]], maxlen=_NEWEST))
         said.append(min(ratio, _MOST * self._costs[strategy]))
         self._compared[strategy] += 1
-        known = {s: statistics.median(said) for s, said in self._said.items()}
-        wrong = statistics.median(cost / self._kept[s] for s, cost in known.items())
-        self._costs |= {s: max(1.0, known.get(s, wrong * kept)) for s, kept in self._kept.items() if s.depth}
+        self._costs[strategy] = max(1.0, statistics.median(said))

@@ -148,7 +148,7 @@ def test_kept_costs_that_are_wrong_are_corrected_by_the_rounds_that_run(costs, w
 @pytest.mark.parametrize("wrong", [DEAR, CHEAP, MIXED, OTHERWISE], ids=["dear", "cheap", "mixed", "otherwise"])
 def test_whatever_they_are_wrong_by(costs, wrong) -> None:
     speeds = {rate: corrected(costs, wrong, rate, rounds=1000, seeds=4) for rate in (0.02, 0.3, 0.75)}
-    assert all(of_plain >= 0.97 and of_best >= 0.85 for of_plain, of_best in speeds.values()), speeds
+    assert all(of_plain >= 0.96 and of_best >= 0.85 for of_plain, of_best in speeds.values()), speeds
 
 
 def test_acceptance_is_counted_by_depth_and_fades() -> None:
