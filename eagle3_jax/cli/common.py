@@ -74,8 +74,10 @@ def template_variables(text: str) -> dict[str, Any]:
     """What `--chat-template` says. Raises UserError for what is no mapping."""
     import yaml
 
+    from eagle3_jax.config import parse_yaml
+
     try:
-        variables = yaml.safe_load(text)
+        variables = parse_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(f"--chat-template {text!r} is not valid YAML") from error
     if not isinstance(variables, dict):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.data.packing import pack
+from eagle3_jax.data.template import ChatOptions
 from eagle3_jax.errors import UserError
 from eagle3_jax.training.dataset import (
     Documents,
@@ -105,6 +106,11 @@ def test_files_without_usable_data(world, tmp_path, rows) -> None:
     with pytest.raises(UserError) as error:  # the last: a chat, but the target has no tokenizer
         read_documents(write(tmp_path / "a", *rows), world.target)
     assert "\n" not in str(error.value)
+
+
+def test_settings_that_token_rows_do_not_heed_are_refused(world, tmp_path) -> None:
+    with pytest.raises(UserError, match=r"a\.jsonl:1: a row of input_ids comes with its loss_mask / leave last_turn"):
+        read_documents(write(tmp_path / "a.jsonl", GOOD), world.target, options=ChatOptions(last_turn_only=True))
 
 
 def test_a_missing_file_is_named(world, tmp_path) -> None:
