@@ -184,10 +184,11 @@ def _mark_turn(whole: _Text, record: Conversation, i: int, options: ChatOptions)
     prompt = _prompt(whole.tokenizer, record, i, text, turn, options)
     own = _ending_with(whole.tokenizer, record, i, options).rstrip()
     parts = _parts(message)
+    special = whole.offsets[whole.special][:, 0]
     if len(parts) > 1 or "tool_calls" in message:
-        start, body_end = _structured_answer(text, len(prompt), own, parts, turn)
+        start, body_end = _structured_answer(text, len(prompt), own, parts, special, turn)
     else:
-        start, body_end = _answer(text, len(prompt), own, parts[0], whole.offsets[whole.special][:, 0], turn)
+        start, body_end = _answer(text, len(prompt), own, parts[0], special, turn)
     if "tool_calls" in message:
         _require_calls(whole.tokenizer, record, i, turn, options)
         if not text.startswith(own):
@@ -221,10 +222,13 @@ def _parts(message: dict[str, Any]) -> list[str]:
     return [*thoughts, content.strip()]
 
 
-def _structured_answer(text: str, start: int, own: str, parts: list[str], turn: str) -> tuple[int, int]:
+def _structured_answer(
+    text: str, start: int, own: str, parts: list[str], special: np.ndarray, turn: str
+) -> tuple[int, int]:
     """Character range of thoughts and content, with the tags that the template writes between them.
 
-    own: the chat rendered up to this turn; the turn must read the same in `text`.
+    own: the chat rendered up to this turn; the turn must read the same in `text`. special: where special tokens begin
+    in `text`.
     """
     place = start
     for part in parts:
@@ -237,7 +241,10 @@ def _structured_answer(text: str, start: int, own: str, parts: list[str], turn: 
         place = found + len(part)
     if not text.startswith(own[:place]):
         raise UserError(f"{turn}: the chat template renders this turn in another way once the chat goes on")
-    return start, place
+    # The template may write the same words before the content ("final" of gpt-oss): that reaches up to a special token.
+    common = len(os.path.commonprefix([text, own]))
+    before = (text[:stop].rstrip() for stop in special.tolist() if place <= stop <= common)
+    return start, max([place, *(len(part) for part in before if part.endswith(parts[-1]))])
 
 
 def _answer(text: str, start: int, own: str, body: str, special: np.ndarray, turn: str) -> tuple[int, int]:
@@ -305,7 +312,8 @@ def _require_calls(tokenizer: Any, record: Conversation, i: int, turn: str, opti
         )
 
 
-_EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*")  # written by templates, never by the model
+# Written by templates, never by the model; the latter where every answer begins with thoughts.
+_EMPTY_THOUGHTS, _NO_THOUGHTS = re.compile(r"<think>\s*</think>\s*"), re.compile(r"\s*</think>\s*")
 
 
 def _text_document(tokenizer: Any, record: TextRow, options: ChatOptions) -> Document:
@@ -326,10 +334,11 @@ def _text_document(tokenizer: Any, record: TextRow, options: ChatOptions) -> Doc
         for token, (first, last) in zip(whole.ids.tolist(), whole.offsets, strict=True)
         if token in marks.after
     ]
+    empty_thoughts = _NO_THOUGHTS if marks.header.rstrip().endswith("<think>") else _EMPTY_THOUGHTS
     place = record.text.find(marks.header)
     while place >= 0:
         start = place + len(marks.header)
-        if (empty := _EMPTY_THOUGHTS.match(record.text, start)) is not None:
+        if (empty := empty_thoughts.match(record.text, start)) is not None:
             start = empty.end()
         end = next((end for first, end in ends if first >= start), len(record.text))  # the latter of a cut answer
         spans.append((start, end))

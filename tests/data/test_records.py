@@ -171,7 +171,7 @@ def test_torn_tables_are_one_line(tmp_path: Path, name: str) -> None:
         pytest.param(b'{"text": "hi", "n": ' + b"1" * 5000 + b"}", "bad JSON .Exceeds", id="5000 digits"),
         (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "\\ud83d"}]}', "tools has half a surr"),
         (_called([1]), "arguments must be an object"),
-        (_called('{"a": 1, "a": 2}'), "not JSON.* the key 'a' twice"),
+        (_called('{"a": 1, "a": 2}'), "not JSON.*the key 'a' twice"),
         ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "first system message that differs"),
         ({"text": ["hi"]}, "text must be a string"),
         (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "surrogate"),

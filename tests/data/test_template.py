@@ -344,6 +344,13 @@ def test_channels_within_an_answer() -> None:
     assert supervised(tokenizer, text) == [thought.removesuffix("<|end|>"), f"{final}4<|return|>"]
 
 
+def test_text_of_a_template_whose_answers_begin_with_thoughts() -> None:
+    tokenizer = smollm2_with(SMOLLM2.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n"))
+    for thought, answer in (("", "6<|im_end|>"), ("step", "step\n</think>\n\n6<|im_end|>")):
+        text = f"<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>\n{thought}\n</think>\n\n6<|im_end|>\n"
+        assert supervised(tokenizer, TextRow(text, 1)) == [answer]
+
+
 def test_an_answer_in_text_ends_where_the_next_turn_begins() -> None:
     tokenizer = build(HEADERS_ONLY, ["<|user|>", "<|assistant|>", "<|endoftext|>"], eos_token="<|endoftext|>")
     text = "<|user|>\nx<|assistant|>\n4<|user|>\ny<|assistant|>\n6"
