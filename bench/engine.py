@@ -2,7 +2,8 @@
 
     python bench/engine.py --target demo --draft runs/demo/export --strategies off,plain,chain:1,auto --streams 1,8
 
-"off" is an engine without a draft; "plain" one that has a draft and does not use it. Prompts are conversations of a
+"off" is an engine without a draft; "plain" one that has a draft and does not use it; "auto" chooses among the others
+that are named, or among those that a server has if none of them drafts. Prompts are conversations of a
 JSONL file (`--prompts`, rows with `turns`) or a few built-in ones; each stream has its own. The cells take turns
 (`--turns`), each second turn in the opposite order; a row shows medians, of ratios those of the turns' ratios. Compare
 ratios: a machine's milliseconds are its own.
@@ -23,6 +24,7 @@ from eagle3_jax.data.records import read_prompts  # noqa: E402
 from eagle3_jax.data.template import prompt_ids  # noqa: E402
 from eagle3_jax.serving.engine import Engine  # noqa: E402
 from eagle3_jax.serving.requests import Request, Settings  # noqa: E402
+from eagle3_jax.serving.strategies import AUTO  # noqa: E402
 from eagle3_jax.speculate.acceptance import tau  # noqa: E402
 
 OFF = "off"
@@ -97,8 +99,9 @@ def main() -> None:
     target = open_target(args.target, args.dtype)
     draft = e3.load_draft(args.draft, dtype=args.dtype)
     streams, strategies = [int(n) for n in args.streams.split(",")], args.strategies.split(",")
-    named = tuple(strategy for strategy in strategies if strategy != OFF)
-    settings = Settings(max(streams), args.max_len, named[0], named, prefix_reuse=False)
+    drafting = tuple(strategy for strategy in strategies if strategy not in (OFF, "plain", AUTO))
+    default = AUTO if AUTO in strategies else "plain"
+    settings = Settings(max(streams), args.max_len, default, drafting, prefix_reuse=False)
     begin, engines = time.perf_counter(), {}
     for strategy in strategies:
         without = strategy == OFF

@@ -37,6 +37,7 @@ _KNOWN_KEYS = {
     "rope.scaling.finetuned",
     "tensor_data_layout",
 }
+_ENDS_OF_TURNS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")  # found by name, as in llama.cpp
 
 
 def gguf_config(path: str | os.PathLike) -> dict[str, Any]:
@@ -175,8 +176,10 @@ def _integer(header: Header, key: str, default: int | None = None) -> int:
 
 
 def _end_tokens(meta: dict[str, Any]) -> int | list[int] | None:
-    # Chat models end a turn with `eot`; like Hugging Face, several end tokens are a list.
+    # Chat models end a turn with `eot`, which few files state; like Hugging Face, several end tokens are a list.
     ids = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens = meta.get("tokenizer.ggml.tokens", [])
+    ids += [tokens.index(name) for name in _ENDS_OF_TURNS if name in tokens]
     unique = list(dict.fromkeys(i for i in ids if i is not None))
     return unique if len(unique) > 1 else (unique[0] if unique else None)
 

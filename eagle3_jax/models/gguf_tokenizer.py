@@ -22,7 +22,7 @@ _PATTERNS = {"llama-bpe": _CONTRACTIONS + r"\p{N}{1,3}" + _REST, "qwen2": _CONTR
 _SUPPORTED = ("smollm", "gpt-2", *_PATTERNS)
 
 # tokenizer.ggml.token_type values (llama.cpp's llama_token_type).
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _SPACE = "\u2581"  # SentencePiece writes a space as this letter
 
 
@@ -77,6 +77,14 @@ def _vocabulary(header: Header) -> list[str]:
     return tokens
 
 
+def _ids(header: Header, tokens: list[str]) -> dict[str, int]:
+    """The id of each token. Rows of the embedding that have none are called [PAD7] (row 7) in a GGUF; the original
+    tokenizer does not have these."""
+    kinds = header.metadata["tokenizer.ggml.token_type"]
+    numbered = enumerate(zip(tokens, kinds, strict=True))
+    return {token: index for index, (token, kind) in numbered if kind != _UNUSED or token != f"[PAD{index}]"}
+
+
 def _merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, ...]]:
     # A byte-level token holds no space (it is written as another letter), so the one space separates the two halves.
     merges = [tuple(merge.split(" ")) for merge in header.need("tokenizer.ggml.merges")]
@@ -93,7 +101,7 @@ def _byte_level_bpe(header: Header, tokens: list[str]) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = header.metadata["tokenizer.ggml.pre"]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+    vocabulary = _ids(header, tokens)
     # No unknown token: as in the originals, a byte the vocabulary lacks (SmolLM2: a few control characters) is dropped.
     merges = _merges(header, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"))
@@ -120,10 +128,10 @@ def _sentencepiece_bpe(header: Header, tokens: list[str]) -> "Tokenizer":
         raise UserError(f"{header.path}: tokenizer.ggml.scores and .tokens differ in length; convert it again")
     if header.metadata.get("tokenizer.ggml.add_space_prefix", True):
         raise UserError(f"{header.path}: tokenizer.ggml.add_space_prefix is not supported; use the Hugging Face folder")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+    vocabulary = _ids(header, tokens)
     merges = []
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
-        if kind in (_UNKNOWN, _CONTROL, _BYTE):
+        if kind in (_UNKNOWN, _CONTROL, _BYTE) or token not in vocabulary:
             continue
         rank = 0.0 if kind == _USER_DEFINED else score
         for i in range(1, len(token)):

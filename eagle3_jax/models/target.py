@@ -187,7 +187,7 @@ def load_target(
     float32 = (*family.float32, ".scale")
     params = fill(shapes, placed, dtype, str(place), ignore, float32, placement)
     hub_id = raw.get("hub_id") or (str(path) if "/" in str(path) and place != Path(path) else None)
-    end_tokens = _end_tokens(raw, generation, config.vocab_size, str(place))
+    end_tokens = _end_tokens(raw, generation, tokenizer, config.vocab_size, str(place))
     facts = (end_tokens, hub_id, no_tokenizer, family.architecture, placement, quantize)
     return Target(str(place), config, graph, params, tokenizer, *facts)
 
@@ -245,8 +245,11 @@ def _gguf_tokenizer(file: Path) -> tuple[Any, str | None]:
         return None, str(error)
 
 
-def _end_tokens(config: dict[str, Any], generation: dict[str, Any], vocab_size: int, where: str) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, then of config.json; either may be a number or a list.
+def _end_tokens(
+    config: dict[str, Any], generation: dict[str, Any], tokenizer: Any, vocab_size: int, where: str
+) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, then of config.json, either a number or a list, then the
+    tokenizer's, which ends a chat where the two others are those of the base model (as in vLLM).
 
     Some models name ids besides that their head has no row for, which never come: they are left out.
     """
@@ -257,4 +260,5 @@ def _end_tokens(config: dict[str, Any], generation: dict[str, Any], vocab_size: 
         if not all(type(token) is int for token in listed):
             raise UserError(f"eos_token_id in {name} is {value!r} / {where} / it must be a token id or a list of them")
         ids += listed
+    ids += [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)

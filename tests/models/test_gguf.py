@@ -150,6 +150,7 @@ def test_config_of_the_small_model(tmp_path, tensors):
     def add(writer):
         writer.add_eos_token_id(2)
         writer.add_eot_token_id(3)
+        writer.add_token_list(["a", "b", "c", "d", "e", "<end_of_turn>"])
         writer.add_string("general.source.huggingface.repository", "someone/tiny")
         writer.add_string("general.base_model.0.repo_url", "https://huggingface.co/someone/other")
         writer.add_vocab_size(VOCAB + 7)  # contradicts the embedding, which wins
@@ -172,7 +173,7 @@ def test_config_of_the_small_model(tmp_path, tensors):
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": None,
-        "eos_token_id": [2, 3],
+        "eos_token_id": [2, 3, 5],
         "pad_token_id": None,
         "hub_id": "someone/tiny",
     }
@@ -305,14 +306,15 @@ def byte_tokens() -> list[str]:
     return sorted(ByteLevel.alphabet())
 
 
-def write_tokenizer(path: Path, pre: str, merges=(), model: str = "gpt2", extra=lambda writer: None) -> Path:
+def write_tokenizer(path: Path, pre: str, merges=(), model: str = "gpt2", extra=lambda writer: None, rows=0) -> Path:
+    """rows: of the embedding that have no token."""
     tokens = [*byte_tokens(), *dict.fromkeys("".join(merge.split()) for merge in merges), "<s>", "<tool>"]
 
     def add(writer):
         writer.add_tokenizer_model(model)
         writer.add_tokenizer_pre(pre)
-        writer.add_token_list(tokens)
-        writer.add_token_types([1] * (len(tokens) - 2) + [3, 4])  # normal, ..., control, user-defined
+        writer.add_token_list([*tokens, *(f"[PAD{len(tokens) + i}]" for i in range(rows))])
+        writer.add_token_types([1] * (len(tokens) - 2) + [3, 4] + [5] * rows)  # normal, ..., control, user-defined
         writer.add_token_merges(list(merges) or ["a b"])
         writer.add_bos_token_id(len(tokens) - 2)
         extra(writer)
@@ -356,6 +358,13 @@ def test_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path):
     ids = tokenizer.encode("a<s>b<tool>")
     assert len(ids) == 4
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab<tool>"
+
+
+def test_rows_without_a_token_do_not_make_it_another_tokenizer(tmp_path):
+    original, padded = (
+        gguf_tokenizer(write_tokenizer(tmp_path / f"{rows}.gguf", "qwen2", rows=rows)).get_vocab() for rows in (0, 3)
+    )
+    assert padded == original
 
 
 def test_unsupported_tokenizers_are_refused_with_the_supported_ones_listed(tmp_path):

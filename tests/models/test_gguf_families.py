@@ -93,9 +93,10 @@ PIECES = [
     "ab",
     "bc",
     "\u2581ab",
+    "[PAD13]",  # a row of the embedding without a token
 ]
-KINDS = [3, 3, 2, 3, 4, 6, 1, 1, 1, 1, 1, 1, 1]
-SCORES = [-1000.0] * 5 + [0.0, -9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0]
+KINDS = [3, 3, 2, 3, 4, 6, 1, 1, 1, 1, 1, 1, 1, 5]
+SCORES = [-1000.0] * 5 + [0.0, -9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -1000.0]
 
 
 def write_pieces(path: Path, space: bool = False, architecture: str = "gemma3") -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,13 +183,15 @@ def test_dtypes(tmp_path: Path) -> None:
     assert out.logits.dtype == np.float32 and out.taps.arrays[0].dtype == "bfloat16"
 
 
-def test_facts_of_a_loaded_target(tmp_path: Path, tiny_target) -> None:
+def test_facts_of_a_loaded_target(tmp_path: Path, tiny_target, monkeypatch) -> None:
     assert (tiny_target.num_layers, tiny_target.eos_token_ids, tiny_target.tokenizer) == (8, (2,), None)
     with pytest.raises(e3.UserError, match="no tokenizer"):
         tiny_target.require_tokenizer()
     folder = write_target(tmp_path / "t", num_hidden_layers=1, eos_token_id=[2, 5, 512, -1])  # of 512 tokens
     (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert e3.load_target(folder).eos_token_ids == (7, 2, 5)
+    with monkeypatch.context() as patch:  # a tokenizer that ends chats with a token of its own
+        patch.setattr("eagle3_jax.models.target._folder_tokenizer", lambda _: SimpleNamespace(eos_token_id=9))
+        assert e3.load_target(folder).eos_token_ids == (7, 2, 5, 9)
     (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
     with pytest.raises(e3.UserError, match=r"eos_token_id in generation_config.json is \['</s>'\] / .* a token id"):
         e3.load_target(folder)

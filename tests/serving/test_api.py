@@ -327,9 +327,13 @@ def test_clients_at_once_do_not_mix():
         assert answers == {text: text * 3 for text in texts}
 
 
-def test_events_are_one_json_object_each(server):
-    answer = post(server, "/v1/completions", {"prompt": "a", "stream": True})
+def test_events_are_one_json_object_each():
+    """Also for clients that end a line wherever Unicode does."""
+    with fake_server(saying("a\u2028b\x85c")) as server:
+        answer = post(server, "/v1/completions", {"prompt": "a", "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in answer.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-1])
+    lines = [line for line in answer.text.splitlines() if line]
+    assert lines.pop() == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "a\u2028b\x85c"

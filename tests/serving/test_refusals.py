@@ -1,6 +1,7 @@
 """The API refuses: what is not supported or too large, without a key, and while the engine cannot answer."""
 
 import contextlib
+import json
 import socket
 import threading
 
@@ -9,7 +10,6 @@ import openai
 import pytest
 
 from eagle3_jax.data.detokeniser import Vocabulary
-from eagle3_jax.serving.api import fields
 from eagle3_jax.serving.requests import Delta, EngineStopped, QueueFull
 from tests.serving.fake_engine import (
     HI,
@@ -212,7 +212,7 @@ def test_nothing_is_read_or_tokenised_on_the_event_loop(server, monkeypatch):
     for place, name in (
         (type(TOKENIZER), "__call__"),
         (type(TOKENIZER), "apply_chat_template"),
-        (fields.json, "loads"),
+        (json, "loads"),
         (Vocabulary, "bytes_of"),
     ):
         monkeypatch.setattr(place, name, noted(getattr(place, name)))

@@ -29,6 +29,7 @@ ANSWERS = {
     "half a call": (HERMES, 'a <tool_call>{"name": "wea', 'a<tool_call>{"name": "wea', []),
     "broken, then good": (HERMES, f"<tool_call>{{bad}}</tool_call>{CALL}", "<tool_call>{bad}</tool_call>", BOTH[:1]),
     "no name": (HERMES, '<tool_call>{"n": 1}</tool_call>', '<tool_call>{"n": 1}</tool_call>', []),
+    "half a character": (HERMES, CALL.replace("nested", "\\ud83d"), CALL.replace("nested", "\\ud83d"), []),
     "half a tag": (HERMES, "a <tool_", "a <tool_", []),
     "llama": (LLAMA, f'{{"name": "weather", "parameters": {WRITTEN}}}', "", BOTH[:1]),
     "llama, two": (LLAMA, f'{{"name": "weather", "parameters": {WRITTEN}}}; {{"name": "stop"}}', "", BOTH),
@@ -116,7 +117,7 @@ def test_a_conversation_with_calls_is_rendered():
         client.chat.completions.create(model="tiny", messages=messages)
         assert tokenizer.decode(engine.requests[0].prompt) == "user:a;assistant:weather(Zürich)abc;tool:sunabc;"
         bad = json.loads(json.dumps(messages))
-        for arguments in ("{", "[]", 3):
+        for arguments in ("{", "[]", 3, '{"city": NaN}', '{"city": "\\ud83d"}'):
             bad[1]["tool_calls"][0]["function"]["arguments"] = arguments
             with pytest.raises(openai.BadRequestError, match="JSON object in a string"):
                 client.chat.completions.create(model="tiny", messages=bad)

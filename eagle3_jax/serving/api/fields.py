@@ -4,12 +4,12 @@ null counts as not given, as with OpenAI, in objects within the body as well. Fi
 answer (`user`, `metadata`) are taken.
 """
 
-import json
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from eagle3_jax.serving.api import strict_json
 from eagle3_jax.serving.api.errors import ApiError
 
 MOST_CHOICES = 128
@@ -192,17 +192,10 @@ _UNSUPPORTED = {
 
 
 def _json(raw: bytes) -> Any:
-    def refuse(name: str) -> None:
-        raise ApiError(400, f"the body is not JSON: {name} is no JSON number")
-
     try:
-        text = raw.decode()
-        content = json.loads(text, parse_constant=refuse)
-        if "\\ud" in text.lower():  # half a surrogate pair is no text
-            json.dumps(content, ensure_ascii=False).encode()
+        return strict_json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON in UTF-8: {error}") from error
-    return content
 
 
 def _readable(error: ValidationError) -> ApiError:

@@ -1,10 +1,10 @@
 """Chat messages as a client sends them, as the model's chat template takes them."""
 
 import inspect
-import json
 import re
 from typing import Any
 
+from eagle3_jax.serving.api import strict_json
 from eagle3_jax.serving.api.errors import ApiError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -85,7 +85,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(400, f"{where} must be {{id, type, function: {{name, arguments}}}}", where)
     try:
-        arguments = json.loads(function.get("arguments") or "{}")
+        arguments = strict_json.loads(function.get("arguments") or "{}")
     except (ValueError, TypeError, RecursionError) as error:
         raise ApiError(400, f"{where}.function.arguments must be a JSON object in a string", where) from error
     if not isinstance(arguments, dict):

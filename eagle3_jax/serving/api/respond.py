@@ -166,4 +166,5 @@ def _eagle3(exchange: Exchange, content: dict[str, Any], piece: Piece, last: boo
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    # ASCII: many clients end a line at U+2028 or U+0085 as well, in the middle of an event.
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle3_jax.serving.api import strict_json
 from eagle3_jax.serving.api.errors import ApiError
 from eagle3_jax.serving.api.stops import overlap
 
@@ -24,13 +25,6 @@ _MISTRAL = "[TOOL_CALLS]"
 _PYTHON_TAG = "<|python_tag|>"
 _NAMED = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,7 @@ def _closed(text: str) -> tuple[Call | None, int | None]:
     """The call that `text` begins with, and where its closing tag ends: (None, end) if it is none, (None, None) if the
     tag has not come yet. The tag may also stand in a string of the arguments."""
     try:
-        value, end = _DECODER.raw_decode(text, len(text) - len(text.lstrip()))
+        value, end = strict_json.first_value(text, len(text) - len(text.lstrip()))
     except (ValueError, RecursionError) as error:
         if str(error).startswith("Unterminated string"):
             return None, None
@@ -220,7 +214,7 @@ def _sequence(text: str, arguments: str, after: Callable[[str], str]) -> list[Ca
 
 def _first_json(text: str) -> tuple[Any, int]:
     try:
-        return _DECODER.raw_decode(text)
+        return strict_json.first_value(text)
     except (ValueError, RecursionError):
         return None, 0
 
