@@ -1,18 +1,19 @@
 """Training configs: typed, strict YAML with `a.b=c` overrides. An unknown key is an error naming the nearest one."""
 
 import difflib
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from eagle3_jax.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]  # of a file, a folder, or on the hub
 
 
 class _Strict(BaseModel):
@@ -33,7 +34,7 @@ class TargetConfig(_Strict):
     computes, and is to be served with the same (docs/targets.md).
     """
 
-    path: str
+    path: Name
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantize: Literal["int8"] | None = None
 
@@ -51,7 +52,7 @@ class StoredConfig(_Strict):
     ids: list[Annotated[int, Field(ge=0)]] | None = None
     convention: Literal["block-input", "block-output"] | None = None
     last_hidden: Literal["pre-norm", "post-norm"] | None = None
-    loss_masks: str | None = None
+    loss_masks: Name | None = None
 
 
 class DataConfig(_Strict):
@@ -192,7 +193,7 @@ class EvaluationConfig(_Strict):
     prompts: file of rows with `turns`; null takes what precedes the answers of held-out documents.
     """
 
-    prompts: str | None = None
+    prompts: Name | None = None
     count: Annotated[int, Field(ge=0)] = 8
     max_new_tokens: Positive = 128
     strategy: Annotated[str, Field(pattern=r"^(chain:\d+|tree:\d+x\d+x\d+)$")] = "chain:5"
@@ -209,7 +210,7 @@ class Config(_Strict):
     """One training run, written to runs_dir/name."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    runs_dir: str = "runs"
+    runs_dir: Name = "runs"
     target: TargetConfig
     data: DataConfig
     draft: DraftShape = DraftShape()

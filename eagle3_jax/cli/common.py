@@ -15,6 +15,7 @@ from eagle3_jax.files import write_whole
 if TYPE_CHECKING:
     from eagle3_jax.draft.draft import Draft
     from eagle3_jax.models.target import Target
+    from eagle3_jax.taps import TapSet
 
 DType = Literal["bfloat16", "float16", "float32"]
 Quantize = Literal["int8"]
@@ -74,13 +75,26 @@ def template_variables(text: str) -> dict[str, Any]:
     """What `--chat-template` says. Raises UserError for what is no mapping."""
     import yaml
 
+    from eagle3_jax.config import parse_yaml
+
     try:
-        variables = yaml.safe_load(text)
+        variables = parse_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(f"--chat-template {text!r} is not valid YAML") from error
     if not isinstance(variables, dict):
         raise UserError(f"--chat-template {text!r} is no mapping / for example {{enable_thinking: no}}")
     return variables
+
+
+def tap_set(text: str) -> "TapSet":
+    """The taps that `--taps` names, in order. UserError for what is no list, WiringError for what is no tap set."""
+    from eagle3_jax.taps import TapSet
+
+    try:
+        numbers = [int(part) for part in text.strip("[]() ").split(",")]
+    except ValueError as error:
+        raise UserError(f"--taps {text!r} is no list of numbers / write it like 2,15,27") from error
+    return TapSet(numbers)
 
 
 def note(message: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eagle3_jax.cli.common import JsonOption, note, write_json
+from eagle3_jax.cli.common import JsonOption, note, tap_set, write_json
 from eagle3_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -116,16 +116,7 @@ def inspect_command(
 
 
 def _taps(text: str | None) -> "TapSet | None":
-    from eagle3_jax.taps import TapSet
-
-    if text is None:
-        return None
-    try:
-        return TapSet(int(part) for part in text.strip("[]() ").split(","))
-    except ValueError as error:
-        if isinstance(error, AssertionError):  # a WiringError: numbers, but no tap set
-            raise
-        raise UserError(f"--taps {text!r} is no list of numbers / write it like 2,15,27") from error
+    return None if text is None else tap_set(text)
 
 
 def _target(path: str | None) -> "TargetFacts | None":

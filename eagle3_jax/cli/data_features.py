@@ -13,6 +13,7 @@ from eagle3_jax.cli.common import (
     TemplateOption,
     note,
     open_target,
+    tap_set,
     template_variables,
     write_json,
 )
@@ -37,15 +38,14 @@ def store_features(
 ) -> None:
     """Store the target's states, to train from with data.train=OUT. Prints the disk it takes first."""
     variables = template_variables(chat_template)
+    given = None if taps == "paper" else tap_set(taps)
     loaded = open_target(target, dtype, quantize)
     from eagle3_jax.data.template import ChatOptions
-    from eagle3_jax.taps import TapSet, paper_taps
+    from eagle3_jax.taps import paper_taps
     from eagle3_jax.training.dataset import read_documents
     from eagle3_jax.training.make_store import make_store
 
-    if taps != "paper" and not all(number.strip().isdecimal() for number in taps.split(",")):
-        raise UserError(f"--taps {taps!r} is no list of numbers / such as 2,15,27, or `paper`")
-    points = paper_taps(loaded.num_layers) if taps == "paper" else TapSet([int(t) for t in taps.split(",")])
+    points = paper_taps(loaded.num_layers) if given is None else given
     documents = read_documents(files, loaded, options=ChatOptions(last_turn_only, variables))
     if documents.samples is not None:
         raise UserError(f"these are stored features already / {', '.join(files)} / train from them as they are")

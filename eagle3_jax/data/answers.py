@@ -6,7 +6,8 @@ may come out as other ids. The file is appended to as answers finish; a second r
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from eagle3_jax.data.files import is_hub
 from eagle3_jax.data.records import read_prompts
 from eagle3_jax.data.template import ChatOptions, check_variables, prompt_ids
 from eagle3_jax.errors import UserError
-from eagle3_jax.files import write_whole
+from eagle3_jax.files import held, write_whole
 from eagle3_jax.models.target import Target
 from eagle3_jax.speculate.slots import Request, generate_many
 
@@ -100,27 +101,27 @@ def generate_answers(
         "prompts": prompts_hash(prompts, asked),
         "settings": settings.facts(),
     }
-    done = begin_or_continue(out, facts)
-    pending = {i: _Dialogue(turns) for i, turns in enumerate(conversations) if i not in done}
-    counts = AnswerCounts(prompts=len(conversations), already_there=len(conversations) - len(pending))
-    progress(counts)
-    while pending:
-        requests = []
-        for i in list(pending):
-            ids = pending[i].next_prompt(target, settings.template)
-            if len(ids) > min(settings.max_prompt, room):
-                _finish(out, i, pending.pop(i), counts)
+    with continued(out, facts) as done:
+        pending = {i: _Dialogue(turns) for i, turns in enumerate(conversations) if i not in done}
+        counts = AnswerCounts(prompts=len(conversations), already_there=len(conversations) - len(pending))
+        progress(counts)
+        while pending:
+            requests = []
+            for i in list(pending):
+                ids = pending[i].next_prompt(target, settings.template)
+                if len(ids) > min(settings.max_prompt, room):
+                    _finish(out, i, pending.pop(i), counts)
+                    progress(counts)
+                else:
+                    requests.append(Request(i, ids))
+            requests.sort(key=lambda r: len(r.prompt))
+            for request in _run(target, requests, settings):
+                dialogue = pending[request.index]
+                dialogue.add_answer(request, target)
+                counts.tokens += len(request.tokens)
+                if dialogue.complete(target):
+                    _finish(out, request.index, pending.pop(request.index), counts)
                 progress(counts)
-            else:
-                requests.append(Request(i, ids))
-        requests.sort(key=lambda r: len(r.prompt))
-        for request in _run(target, requests, settings):
-            dialogue = pending[request.index]
-            dialogue.add_answer(request, target)
-            counts.tokens += len(request.tokens)
-            if dialogue.complete(target):
-                _finish(out, request.index, pending.pop(request.index), counts)
-            progress(counts)
     return counts
 
 
@@ -217,22 +218,25 @@ def _differences(before: dict, now: dict) -> list[str]:
     return words
 
 
-def begin_or_continue(out: Path, facts: dict) -> set[int]:
-    """Ids of the rows already in `out`, which is made ready to be appended to."""
-    try:
-        if not out.exists():
+@contextmanager
+def continued(out: Path, facts: dict) -> Iterator[set[int]]:
+    """Ids of the rows already in `out`, which is made ready to be appended to, by this process alone until the block
+    ends. Raises UserError if it was begun with other facts, if another process writes to it, or if it cannot be."""
+    with ExitStack() as stack:
+        try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_facts(out, facts)  # first: a file of answers without its facts would be refused
             out.touch()
-            return set()
-        require_same_facts(out, facts)
-        whole = out.read_bytes()
-        kept = whole[: whole.rfind(b"\n") + 1]
-        with open(out, "r+b") as file:
-            file.truncate(len(kept))  # a last line torn by a crash, if there is one
-    except OSError as error:
-        raise UserError(f"cannot write answers / {out} / {error.strerror or error}") from error
-    return {_row_id(out, line, raw) for line, raw in enumerate(kept.splitlines(), start=1)}
+            stack.enter_context(held(out))
+            if out.stat().st_size == 0:
+                write_facts(out, facts)
+            require_same_facts(out, facts)
+            whole = out.read_bytes()
+            kept = whole[: whole.rfind(b"\n") + 1]
+            with open(out, "r+b") as file:
+                file.truncate(len(kept))  # a last line torn by a crash, if there is one
+        except OSError as error:
+            raise UserError(f"cannot write answers / {out} / {error.strerror or error}") from error
+        yield {_row_id(out, line, raw) for line, raw in enumerate(kept.splitlines(), start=1)}
 
 
 def _row_id(out: Path, line: int, raw: bytes) -> int:

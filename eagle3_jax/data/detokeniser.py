@@ -18,7 +18,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Vocabulary:
-    """The bytes of each token of a fast transformers tokenizer: byte-level BPE or SentencePiece, else UserError."""
+    """The bytes of each token of a fast transformers tokenizer: byte-level BPE, SentencePiece, or whole words without a
+    decoder, which are then set apart by blanks. UserError for any other."""
 
     def __init__(self, tokenizer: Any):
         if not tokenizer.is_fast:
@@ -32,8 +33,10 @@ class Vocabulary:
             self._to_bytes = _byte_level(_byte_letters())
         elif kinds & {"ByteFallback", "Metaspace", "Replace"} and not kinds & {"WordPiece", "BPEDecoder", "CTC"}:
             self._to_bytes = _sentencepiece
+        elif not kinds:
+            self._to_bytes = lambda name: f" {name}".encode()
         else:
-            found = ", ".join(sorted(kinds)) or "none"
+            found = ", ".join(sorted(kinds))
             raise UserError(f"tokenizer decoder {found} is not supported / use a byte-level BPE or SentencePiece one")
 
     def bytes_of(self, token: int) -> bytes:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.data.answers import AnswerCounts, AnswerSettings, append_row, begin_or_continue, prompts_hash
-from eagle3_jax.data.records import read_prompts
+from eagle3_jax.data.answers import AnswerCounts, AnswerSettings, append_row, continued, prompts_hash
+from eagle3_jax.data.records import THOUGHTS, read_prompts
 from eagle3_jax.data.template import ChatOptions, check_variables, prompt_ids
 from eagle3_jax.errors import UserError
 
@@ -60,31 +60,31 @@ async def _answer_all(url, model, tokenizer, file: str, conversations, out, sett
             "prompts": file,
             "settings": settings.facts(),
         }
-        done = begin_or_continue(out, facts)
-        counts = AnswerCounts(prompts=len(conversations) * settings.samples)
-        work = [i for i in range(counts.prompts) if i not in done]
-        counts.already_there = counts.prompts - len(work)
-        progress(counts)
-        queue = iter(work)
+        with continued(out, facts) as done:
+            counts = AnswerCounts(prompts=len(conversations) * settings.samples)
+            work = [i for i in range(counts.prompts) if i not in done]
+            counts.already_there = counts.prompts - len(work)
+            progress(counts)
+            queue = iter(work)
 
-        async def worker() -> None:
-            for i in queue:
-                turns = conversations[i // settings.samples]
-                row = await _converse(client, url, model, tokenizer, turns, i, settings, counts)
-                if row is None:
-                    counts.too_long += 1
-                else:
-                    append_row(out, {"id": i, **row})
-                    counts.written += 1
-                progress(counts)
+            async def worker() -> None:
+                for i in queue:
+                    turns = conversations[i // settings.samples]
+                    row = await _converse(client, url, model, tokenizer, turns, i, settings, counts)
+                    if row is None:
+                        counts.too_long += 1
+                    else:
+                        append_row(out, {"id": i, **row})
+                        counts.written += 1
+                    progress(counts)
 
-        workers = [asyncio.create_task(worker()) for _ in range(min(settings.slots, max(len(work), 1)))]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for task in workers:
-                task.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            workers = [asyncio.create_task(worker()) for _ in range(min(settings.slots, max(len(work), 1)))]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for task in workers:
+                    task.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
     return counts
 
 
@@ -109,16 +109,20 @@ async def _converse(client, url, model, tokenizer, turns, index, settings, count
         with _of_openai(f"{url}/chat/completions"):
             choice = answer["choices"][0]
             reason, said = choice["finish_reason"], choice["message"]
-            message = {k: said[k] for k in ("content", "reasoning_content") if said.get(k)}
+            message = {key: said[key] for key in ("content", *THOUGHTS) if said.get(key)}
             counts.tokens += (answer.get("usage") or {}).get("completion_tokens") or 0
         if not all(isinstance(text, str) for text in message.values()):
             raise UserError(f"the server's answer is no text / {url} / does it serve the target?")
         text = message.get("content", "")
         if reason == "length":
             new = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if messages or not new or "reasoning_content" in message:
+            if messages or not new or message.keys() & THOUGHTS:
                 break  # the turns before it are whole, and thoughts are rendered by the template alone
             return {"input_ids": ids + new, "loss_mask": [0] * len(ids) + [1] * len(new)}
+        if reason != "stop":
+            raise UserError(
+                f"the server broke an answer off ({reason}) / {url} / what is written stays; run again to go on"
+            )
         messages = [*asked, {"role": "assistant", "content": text, **message}]
     return {"conversations": messages} if messages else None
 

@@ -8,11 +8,13 @@ import gzip
 import json
 import os
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import parse_json
 
 HUB = "hf:"
 
@@ -69,6 +71,8 @@ def _json_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
     try:
         whole = _parse(raw, str(path), "a .json file holds one list of objects")
     except UserError:
+        if raw.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+            raise
         yield from _jsonl_rows(path)  # JSON lines under this name are common; their faults come with a line
         return
     yield from enumerate(whole if isinstance(whole, list) else [whole], start=1)
@@ -76,11 +80,14 @@ def _json_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 def _parse(raw: bytes, where: str, hint: str) -> Any:
     try:
-        return json.loads(raw.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
+        return parse_json(raw.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+    except ValueError as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            line = f"line {error.lineno}, " if error.lineno > 1 else ""
+            reason = f"{error.msg}, {line}column {error.colno}"
         raise UserError(f"{where}: bad JSON ({reason}); {hint}") from error
 
 
@@ -104,9 +111,10 @@ def _parquet_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
         for batch in parquet.ParquetFile(path).iter_batches():
             for row in batch.to_pylist():
                 number += 1
-                yield number, row
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a whole Parquet file ({' '.join(str(error).split())[:120]})") from error
+                yield number, _as_json(row)
+    except (ArrowException, OSError, ValueError, OverflowError) as error:  # the latter of values Python does not have
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{path}: not a whole Parquet file, or not one of text and numbers ({reason})") from error
 
 
 def _hub_rows(name: str) -> Iterator[tuple[int, Any]]:
@@ -119,7 +127,19 @@ def _hub_rows(name: str) -> Iterator[tuple[int, Any]]:
     except Exception as error:  # the hub client raises a dozen unrelated types; each becomes one line
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{name}: the hub did not give it ({reason}); the form is hf:NAME[/CONFIG][:SPLIT]") from error
-    yield from enumerate(loaded, start=1)
+    yield from ((number, _as_json(row)) for number, row in enumerate(loaded, start=1))
+
+
+def _as_json(value: Any) -> Any:
+    """What a table holds, as rows of JSON would have it: an object has no keys for what only others have (null in a
+    table), and a map is an object."""
+    if isinstance(value, dict):
+        return {key: _as_json(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], tuple):
+        return _as_json(dict(value))
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_as_json(item) for item in value]
+    return value
 
 
 def _extra(module: str, why: str) -> Any:

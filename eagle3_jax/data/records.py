@@ -11,6 +11,7 @@ from typing import Any
 
 from eagle3_jax.data.files import rows
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # ShareGPT's names. Its `function_call` is left out: systems disagree on how it is rendered.
@@ -119,7 +120,7 @@ def _record(row: dict[str, Any], path: str, line: int) -> Record:
         problem = "more than one kind of data in a row" if chats else "unknown shape of row"
         raise UserError(f"{where}: {problem} ({_keys(row)}); accepted: {SHAPES}")
     source = row.get("source")
-    source = source if isinstance(source, str) and source else Path(path).name
+    source = _text(source, where, "source") if isinstance(source, str) and source else Path(path).name
     if tokens:
         return _token_row(row, path, line, source)
     if not chats:
@@ -194,6 +195,8 @@ def _tool_calls(value: Any, where: str, name: str) -> list[dict[str, Any]]:
     for call in calls:
         function = dict(call.get("function", call))
         function["arguments"] = _json(function.get("arguments") or {}, where, f"{name} tool_calls arguments")
+        if not isinstance(function["arguments"], dict):
+            raise UserError(f"{where}: {name} tool_calls arguments must be an object")
         clean.append({**call, "function": function} if "function" in call else function)
     return clean
 
@@ -206,13 +209,16 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def _json(value: Any, where: str, name: str) -> Any:
-    """The value, parsed if it is JSON in a string."""
-    if not isinstance(value, str):
-        return value
+    """The value, parsed if it is JSON in a string. UserError for what is none, and for text that no tokenizer takes."""
     try:
-        return json.loads(value)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where}: {name} is a string but not JSON") from error
+        value = parse_json(value) if isinstance(value, str) else value
+        text = json.dumps(value, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{where}: {name} is a string but not JSON, or holds what JSON does not have ({error})"
+        ) from error
+    _text(text, where, name)
+    return value
 
 
 def _with_system(messages: list[dict[str, Any]], system: Any, where: str) -> list[dict[str, Any]]:

@@ -7,11 +7,13 @@ thoughts, or move the system prompt) gets a document of its own, which ends with
 and serving see different ids is an error that names the row.
 """
 
+import datetime
 import inspect
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -25,10 +27,13 @@ Document = tuple[np.ndarray, np.ndarray]
 @dataclass(frozen=True)
 class ChatOptions:
     """last_turn_only: supervise the last assistant turn alone. template: variables for the chat template besides the
-    messages, such as {"enable_thinking": False}; serving must use the same."""
+    messages, such as {"enable_thinking": False}; serving must use the same. date: what day it is for a template that
+    writes the date; None = today.
+    """
 
     last_turn_only: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
+    date: datetime.date | None = None
 
 
 DEFAULT = ChatOptions()
@@ -84,7 +89,9 @@ def prompt_ids(
     template is given besides. Raises UserError (prefixed with `where`) if the tokenizer has no chat template or the
     template refuses the messages.
     """
-    return _encode(tokenizer, _render(tokenizer, messages, True, where, tools, template or {}))["input_ids"]
+    return _encode(tokenizer, _render(tokenizer, messages, True, where, tools, ChatOptions(template=template or {})))[
+        "input_ids"
+    ]
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
@@ -158,7 +165,7 @@ def _ending_with(tokenizer: Any, record: Conversation, i: int, options: ChatOpti
     # Some templates write the system prompt into the newest message, so that answering moves it: the answer is then
     # what follows the newest message and the header.
     newest = record.messages[i - 1]["content"].strip()
-    header = prompt[prompt.rfind(newest) :] if newest in prompt else prompt
+    header = prompt[prompt.rfind(newest) :] if newest and newest in prompt else prompt
     _, found, answer = own.rpartition(header)
     return prompt + answer if found and header.strip() else own
 
@@ -177,10 +184,11 @@ def _mark_turn(whole: _Text, record: Conversation, i: int, options: ChatOptions)
     prompt = _prompt(whole.tokenizer, record, i, text, turn, options)
     own = _ending_with(whole.tokenizer, record, i, options).rstrip()
     parts = _parts(message)
+    special = whole.offsets[whole.special][:, 0]
     if len(parts) > 1 or "tool_calls" in message:
-        start, body_end = _structured_answer(text, len(prompt), own, parts, turn)
+        start, body_end = _structured_answer(text, len(prompt), own, parts, special, turn)
     else:
-        start, body_end = _answer(text, len(prompt), parts[0], whole.offsets[whole.special], turn)
+        start, body_end = _answer(text, len(prompt), own, parts[0], special, turn)
     if "tool_calls" in message:
         _require_calls(whole.tokenizer, record, i, turn, options)
         if not text.startswith(own):
@@ -214,10 +222,13 @@ def _parts(message: dict[str, Any]) -> list[str]:
     return [*thoughts, content.strip()]
 
 
-def _structured_answer(text: str, start: int, own: str, parts: list[str], turn: str) -> tuple[int, int]:
+def _structured_answer(
+    text: str, start: int, own: str, parts: list[str], special: np.ndarray, turn: str
+) -> tuple[int, int]:
     """Character range of thoughts and content, with the tags that the template writes between them.
 
-    own: the chat rendered up to this turn; the turn must read the same in `text`.
+    own: the chat rendered up to this turn; the turn must read the same in `text`. special: where special tokens begin
+    in `text`.
     """
     place = start
     for part in parts:
@@ -230,28 +241,36 @@ def _structured_answer(text: str, start: int, own: str, parts: list[str], turn: 
         place = found + len(part)
     if not text.startswith(own[:place]):
         raise UserError(f"{turn}: the chat template renders this turn in another way once the chat goes on")
-    return start, place
+    # The template may write the same words before the content ("final" of gpt-oss): that reaches up to a special token.
+    common = len(os.path.commonprefix([text, own]))
+    before = (text[:stop].rstrip() for stop in special.tolist() if place <= stop <= common)
+    return start, max([place, *(len(part) for part in before if part.endswith(parts[-1]))])
 
 
-def _answer(text: str, start: int, body: str, special: np.ndarray, turn: str) -> tuple[int, int]:
-    """Character range of the answer, which the template may have trimmed or preceded with text of its own."""
+def _answer(text: str, start: int, own: str, body: str, special: np.ndarray, turn: str) -> tuple[int, int]:
+    """Character range of the answer, which the template may have trimmed or preceded with text of its own.
+
+    own: the chat rendered up to this turn. special: where special tokens begin in `text`.
+    """
     skipped = len(text) - start - len(text[start:].lstrip())
     # Blanks between prompt and answer are the model's (" answer" after "[/INST]"), so the range begins before them.
     if body and text.startswith(body, start + skipped):
         return start, start + skipped + len(body)
-    # Otherwise the turn reaches up to the next special token. Text of the template ("<think></think>") that is not
-    # part of the generation prompt may come first: no model wrote it, so only the content after it is supervised.
-    following = special[special[:, 0] >= start]
-    stop = int(following[0, 0]) if len(following) else len(text)
-    rendered = text[start:stop].rstrip()
-    if not rendered.endswith(body) or (not body and not len(following)):
+    # Otherwise the turn reaches up to a special token: the next one, or, where the template writes some before the
+    # content (gpt-oss's channels), the last one of the turn. Text of the template ("<think></think>") that is not part
+    # of the generation prompt may come first: no model wrote it, so only the content after it is supervised.
+    following, common = special[special >= start], len(os.path.commonprefix([text, own]))
+    stops = [*following[:1].tolist(), *(stop for stop in following[1:].tolist() if stop <= common)] or [len(text)]
+    rendered = [text[start:stop].rstrip() for stop in stops]
+    ending = next((part for part in reversed(rendered) if part.endswith(body)), None)
+    if ending is None or (not body and not len(following)):
         raise UserError(
-            f"{turn}: the chat template does not render the answer as it stands (found {rendered[:60]!r}), "
+            f"{turn}: the chat template does not render the answer as it stands (found {rendered[0][:60]!r}), "
             "so what the model generated cannot be marked; change the data or use another template"
         )
     if not body:
-        return (stop, stop) if rendered else (start, start)
-    return start + len(rendered) - len(body), start + len(rendered)
+        return (stops[0], stops[0]) if rendered[0] else (start, start)
+    return start + len(ending) - len(body), start + len(ending)
 
 
 def _end_of_turn(whole: _Text, own: str, body_end: int, turn: str) -> int:
@@ -293,7 +312,8 @@ def _require_calls(tokenizer: Any, record: Conversation, i: int, turn: str, opti
         )
 
 
-_EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*")  # written by templates, never by the model
+# Written by templates, never by the model; the latter where every answer begins with thoughts.
+_EMPTY_THOUGHTS, _NO_THOUGHTS = re.compile(r"<think>\s*</think>\s*"), re.compile(r"\s*</think>\s*")
 
 
 def _text_document(tokenizer: Any, record: TextRow, options: ChatOptions) -> Document:
@@ -302,50 +322,78 @@ def _text_document(tokenizer: Any, record: TextRow, options: ChatOptions) -> Doc
     Text that has no such header (another template, other line ends) has nothing supervised, which is counted.
     """
     where = record.where
-    header, begin, end_token = _marks(tokenizer, where, options)
-    if not record.text.startswith(begin):
-        raise UserError(f"{where}: the text does not begin with {begin!r}, with which every prompt begins when served")
+    marks = _marks(tokenizer, where, options)
+    if not record.text.startswith(marks.begin):
+        raise UserError(
+            f"{where}: the text does not begin with {marks.begin!r}, with which every prompt begins when served"
+        )
     whole, spans = _Text(tokenizer, record.text, where), []
-    ends = whole.offsets[whole.ids == end_token][:, 1] if end_token is not None else np.zeros(0, int)
-    place = record.text.find(header)
+    # The end-of-turn token is the model's, whatever else follows an answer is not.
+    ends = [
+        (int(first), int(last) if token == marks.end else int(first))
+        for token, (first, last) in zip(whole.ids.tolist(), whole.offsets, strict=True)
+        if token in marks.after
+    ]
+    empty_thoughts = _NO_THOUGHTS if marks.header.rstrip().endswith("<think>") else _EMPTY_THOUGHTS
+    place = record.text.find(marks.header)
     while place >= 0:
-        start = place + len(header)
-        if (empty := _EMPTY_THOUGHTS.match(record.text, start)) is not None:
+        start = place + len(marks.header)
+        if (empty := empty_thoughts.match(record.text, start)) is not None:
             start = empty.end()
-        later = ends[ends > start]
-        end = int(later[0]) if later.size else len(record.text)  # an answer that was cut
+        end = next((end for first, end in ends if first >= start), len(record.text))  # the latter of a cut answer
         spans.append((start, end))
-        place = record.text.find(header, end)
+        place = record.text.find(marks.header, end)
     for start, end in spans[-1:] if options.last_turn_only else spans:
         whole.mark(start, end, record.text[:start], where)
     return whole.ids, whole.mask
 
 
-def _marks(tokenizer: Any, where: str, options: ChatOptions) -> tuple[str, str, int | None]:
-    """Of a chat template: the text before an answer, the text a chat begins with, the id that ends an answer."""
-    question, answer = "QUESTION", "ANSWER"
-    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    probe = Conversation(chat, 0)
+class _Marks(NamedTuple):
+    """Of a chat template: the text before an answer, the text a chat begins with, the token that ends an answer (None:
+    it writes none), and the special tokens of which one comes after an answer: that one, those of the next turn."""
+
+    header: str
+    begin: str
+    end: int | None
+    after: frozenset[int]
+
+
+def _marks(tokenizer: Any, where: str, options: ChatOptions) -> _Marks:
+    question, answer, next_question = "QUESTION", "ANSWER", "FOLLOWING"
+    contents = {"user": question, "assistant": answer}
+    chat = [{"role": role, "content": content} for role, content in contents.items()]
+    chat.append({"role": "user", "content": next_question})
 
     def rendered(count: int, generation: bool) -> str:
-        return _render(tokenizer, probe.messages[:count], generation, where, None, options.template)
+        return _render(tokenizer, chat[:count], generation, where, None, options)
 
-    without, prompt, whole = rendered(1, False), rendered(1, True), rendered(2, False)
+    without, prompt, whole, longer = rendered(1, False), rendered(1, True), rendered(2, False), rendered(3, False)
     # Templates that always, or never, write the header: all that stands between question and answer.
     added = prompt.removeprefix(without) if prompt.startswith(without) else ""
     header = added or prompt.partition(question)[2]
     if not header.strip() or question not in prompt or answer not in whole:
         raise UserError(f"{where}: the chat template writes nothing before an answer; use rows of conversations")
-    ending = _encode(tokenizer, whole.partition(answer)[2])["input_ids"]
-    end_token = next((i for i in ending if i in special_ids(tokenizer)), None)
+    special = frozenset(special_ids(tokenizer))
+
+    def first_special(text: str) -> int | None:
+        return next((i for i in _encode(tokenizer, text)["input_ids"] if i in special), None)
+
+    end = first_special(whole.partition(answer)[2])
+    later = first_special(longer.partition(answer)[2].partition(next_question)[0])
+    if later is None:
+        raise UserError(
+            f"{where}: the chat template writes no special token after an answer, so text does not show where one "
+            "ends; use rows of conversations"
+        )
     bos = tokenizer.bos_token or ""
-    return header, bos if prompt.startswith(bos) else "", end_token
+    after = special if end is None else frozenset((end, later, first_special(header)))
+    return _Marks(header, bos if prompt.startswith(bos) else "", end, after)
 
 
 def _rendered(tokenizer: Any, record: Conversation, count: int, generation_prompt: bool, options: ChatOptions) -> str:
     """The first `count` messages of a conversation as text."""
     messages = record.messages[:count]
-    return _render(tokenizer, messages, generation_prompt, record.where, record.tools, options.template)
+    return _render(tokenizer, messages, generation_prompt, record.where, record.tools, options)
 
 
 def _render(
@@ -354,7 +402,7 @@ def _render(
     generation_prompt: bool,
     where: str,
     tools: list[dict[str, Any]] | None,
-    template: Mapping[str, Any],
+    options: ChatOptions,
 ) -> str:
     if not tokenizer.chat_template:
         raise UserError(f"{where}: the tokenizer has no chat template; use an instruct model's, or rows of input_ids")
@@ -362,10 +410,23 @@ def _render(
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **template
+            list(messages),
+            tools=tools,
+            chat_template=_dated(tokenizer.chat_template, options.date),
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **options.template,
         )
     except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:  # of expressions over messages
         raise UserError(f"{where}: the chat template refuses the messages: {' '.join(str(error).split())}") from error
+
+
+def _dated(template: Any, date: datetime.date | None) -> str | None:
+    """The template with a date in place of the day on which it is rendered; None, which is the tokenizer's own, where
+    nobody names one."""
+    if date is None or not isinstance(template, str):
+        return None
+    return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(date.strftime(call[2])), template)
 
 
 def _encode(tokenizer: Any, text: str, **options: Any) -> Any:

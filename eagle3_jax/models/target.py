@@ -1,6 +1,7 @@
 """The frozen target: configuration, parameters, tokenizer; loading and one full-sequence forward."""
 
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,7 @@ def resolve(path: str | Path, also: tuple[str, ...] = ()) -> Path:
 
     also: file patterns to fetch from the hub besides configs, tokenizers and safetensors.
     """
-    place = Path(path)
+    place = Path(os.path.expanduser(path))
     if place.exists():
         return place
     if str(path) == "demo":

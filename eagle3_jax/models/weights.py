@@ -1,7 +1,6 @@
 """Checkpoint tensors in, parameter tree out: strict keys, strict shapes, no copies kept."""
 
 import functools
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from jaxtyping import Array, Int
 from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.errors import UserError
+from eagle3_jax.files import parse_json
 from eagle3_jax.sharding import ONE_DEVICE, Placement
 
 Params = dict[str | int, Any]  # nested; entries of a layer list have integer keys
@@ -74,8 +74,8 @@ class TensorFiles:
                     pass
                 with open(file, "rb") as opened:
                     size = int.from_bytes(opened.read(8), "little")
-                    header = json.loads(opened.read(size))
-            except (SafetensorError, OSError) as error:
+                    header = parse_json(opened.read(size))
+            except (SafetensorError, OSError, ValueError) as error:
                 raise _torn(file, error) from error
             for name, entry in header.items():
                 if name == "__metadata__":
@@ -138,12 +138,12 @@ def with_progress(tensors: Iterable[tuple], total: int | None, title: str) -> It
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
     except OSError as error:
         raise UserError(
             f"cannot read {path.name} / {path} / {error.strerror}: point to a folder that has it"
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"not valid JSON / {path} / {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"expected a JSON object / {path} / it holds a {type(content).__name__}")

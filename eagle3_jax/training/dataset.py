@@ -63,8 +63,10 @@ def read_documents(
     if kinds == {True}:
         return _stored_documents(files, target, loss_masks, options, drop_duplicates)
     records = [r for file in files for r in read_records(file)]
-    chats = any(not isinstance(record, TokenRow) for record in records)
-    tokenizer = target.require_tokenizer() if chats else None
+    rows = [record for record in records if isinstance(record, TokenRow)]
+    if rows and options.last_turn_only:
+        raise UserError(f"{rows[0].where}: a row of input_ids comes with its loss_mask / leave last_turn_only out")
+    tokenizer = target.require_tokenizer() if len(rows) < len(records) else target.tokenizer
     if tokenizer is not None:
         check_variables(tokenizer, options)
 

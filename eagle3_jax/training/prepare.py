@@ -3,6 +3,8 @@
 Nothing is written before all inputs are sound, so that a mistake does not use up the run's name.
 """
 
+import contextlib
+import datetime
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +39,7 @@ CPU_TOKENS, CPU_CHUNK = 1024, 128
 @dataclass
 class Run:
     """Everything a run needs to its end. checkpoints is None until the run folder is begun. prompts: token ids of what
-    is answered after training."""
+    is answered after training. held: what keeps other processes out of the run folder, until it is closed."""
 
     config: Config
     target: Target
@@ -54,27 +56,36 @@ class Run:
     heldout_stored: StoredFeatures | None = None
     cache: FeatureCache = field(default_factory=FeatureCache)
     heldout_cache: FeatureCache = field(default_factory=FeatureCache)
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 def prepare(config: Config, folder: Path, target: Target | None, init_from: str | None, say) -> Run:
     """Loads everything; then, nothing being wrong, begins the run folder and opens its checkpoints."""
-    run = load(config, target, init_from, say)
+    date = run_folder.date_of(folder)
+    run = load(config, target, init_from, say, date)
     facts = wiring_facts(run.draft, run.target.fingerprint, run.train, run.heldout)
     require_trackers(config)
     run_folder.require_room(folder, checkpoint_bytes(run), config.training.keep_checkpoints)
     sync("inputs are sound")
-    if is_main():
-        run_folder.begin(folder, config, init_from)
-    sync("the folder is there")
-    run.checkpoints = Checkpoints(folder / "checkpoints", facts, config.training.keep_checkpoints)
-    if run.checkpoints.latest is None and is_main():
-        covered = coverage(run.heldout_documents.items, run.draft.d2t)
-        run_folder.write_provenance(folder, config, run.target, run.draft, run.train, run.documents, covered, init_from)
+    with contextlib.ExitStack() as held:
+        if is_main():
+            held.enter_context(run_folder.begin(folder, config, init_from, date))
+        sync("the folder is there")
+        run.checkpoints = Checkpoints(folder / "checkpoints", facts, config.training.keep_checkpoints)
+        if run.checkpoints.latest is None and is_main():
+            covered = coverage(run.heldout_documents.items, run.draft.d2t)
+            run_folder.write_provenance(
+                folder, config, run.target, run.draft, run.train, run.documents, covered, init_from, date
+            )
+        run.held = held.pop_all()
     return run
 
 
-def load(config: Config, target: Target | None, init_from: str | None, say) -> Run:
-    """Loads the target, reads and packs the data, makes the first draft. Writes nothing."""
+def load(config: Config, target: Target | None, init_from: str | None, say, date: datetime.date | None = None) -> Run:
+    """Loads the target, reads and packs the data, makes the first draft. Writes nothing.
+
+    date: what day it is for chat templates that write the date; None = today.
+    """
     placement = Placement(make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
     placement.check_rows(config.training.batch_rows // config.training.accumulate, "rows of a step (of one part)")
     if target is None:
@@ -84,7 +95,7 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
             mesh = placement.mesh if alone else None
             target = load_target(config.target.path, config.target.dtype, mesh=mesh, quantize=config.target.quantize)
     (documents, packed), (heldout_documents, heldout) = (
-        _read(config, files, target) for files in (config.data.train, config.data.heldout)
+        _read(config, files, target, date) for files in (config.data.train, config.data.heldout)
     )
     if documents.samples is heldout_documents.samples is None and config.data.stored != StoredConfig():
         raise UserError("data.stored says what stored features are, and these data are none / leave it out")
@@ -117,10 +128,12 @@ def load(config: Config, target: Target | None, init_from: str | None, say) -> R
     return Run(config, target, draft, *sides, setup, frozen, prompts, stored=stored, heldout_stored=heldout_stored)
 
 
-def _read(config: Config, files: str | list[str], target: Target) -> tuple[Documents, Packed]:
+def _read(
+    config: Config, files: str | list[str], target: Target, date: datetime.date | None
+) -> tuple[Documents, Packed]:
     """Documents of the training or the held-out files, and their rows."""
     data = config.data
-    options = ChatOptions(data.last_turn_only, data.chat_template)
+    options = ChatOptions(data.last_turn_only, data.chat_template, date)
     documents = read_documents(files, target, data.stored.loss_masks, options, data.duplicates == "drop")
     return documents, pack_documents(documents.items, data.length, files, data.overlong == "drop")
 

@@ -1,5 +1,7 @@
 """The run folder: checking and beginning it, the metrics file, provenance. Files appear whole or not at all."""
 
+import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -8,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from eagle3_jax.config import Config, fill_in, parse_yaml
 from eagle3_jax.data.files import is_hub
 from eagle3_jax.draft.config import NORM_FLAGS
 from eagle3_jax.errors import UserError
-from eagle3_jax.files import write_whole
+from eagle3_jax.files import held, write_whole
 
 
 def check(
@@ -79,16 +81,27 @@ def _same_place(old: str, new: str) -> bool:
     return not os.path.exists(old) or os.path.realpath(old) == os.path.realpath(new)
 
 
-def begin(folder: Path, config: Config, init_from: str | None) -> None:
-    """Makes the folder and writes config.yaml, after what `init_from` must know of a run that is killed right then.
-    Done once all inputs are sound: a mistake must not use up the name."""
+@contextlib.contextmanager
+def begin(folder: Path, config: Config, init_from: str | None, date: datetime.date) -> Iterator[None]:
+    """Makes the folder and writes config.yaml, after what `init_from` and `date_of` must know of a run that is killed
+    right then. Done once all inputs are sound: a mistake must not use up the name. No other process trains into the
+    folder until the block ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the run folder / {folder} / {error.strerror or error}") from error
-    if not (folder / "provenance.json").exists():
-        write_json(folder / "provenance.json", {"init_from": init_from})
-    write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
+    with held(folder):
+        if not (folder / "provenance.json").exists():
+            write_json(folder / "provenance.json", {"init_from": init_from, "date": date.isoformat()})
+        write_text(folder / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
+        yield
+
+
+def refuse_busy(folder: Path) -> None:
+    """UserError if another process trains into the folder: told at once, and not by `begin` once all is loaded."""
+    if folder.is_dir():
+        with held(folder):
+            pass
 
 
 def init_from(folder: Path, given: str | None) -> str | None:
@@ -99,6 +112,16 @@ def init_from(folder: Path, given: str | None) -> str | None:
     if given is not None and given != before:
         raise UserError(f"{folder} was begun with --init-from {before}, not {given} / leave it out, or another name")
     return before
+
+
+def date_of(folder: Path) -> datetime.date:
+    """The day on which a run began, which chat templates may write; today for a new one."""
+    file = folder / "provenance.json"
+    stated = _read(file).get("date") if file.exists() else None  # older versions do not state it
+    try:
+        return datetime.date.today() if stated is None else datetime.date.fromisoformat(stated)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file} is damaged: its date is {stated!r} / restore it, or choose another name") from error
 
 
 def require_room(folder: Path, checkpoint: int, keep: int) -> None:
@@ -147,7 +170,9 @@ def _differing(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> str:
     return ""
 
 
-def write_provenance(folder: Path, config: Config, target, draft, packed, documents, covered: float, init_from) -> None:
+def write_provenance(
+    folder: Path, config: Config, target, draft, packed, documents, covered: float, init_from, date: datetime.date
+) -> None:
     """Command, versions, commit, machine, target, wiring, data and first draft of the run."""
     files = [config.data.train] if isinstance(config.data.train, str) else config.data.train
     write_json(
@@ -156,6 +181,7 @@ def write_provenance(folder: Path, config: Config, target, draft, packed, docume
             "command": sys.argv,
             "commit": _commit(),
             "init_from": init_from,
+            "date": date.isoformat(),
             "versions": {name: metadata.version(name) for name in ("eagle3-jax", "jax", "flax", "optax", "numpy")},
             "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "device": str(jax.devices()[0])},
             "target": {"path": target.path, "fingerprint": target.fingerprint},

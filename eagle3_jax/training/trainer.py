@@ -82,6 +82,8 @@ def train(
     finished = run_folder.check(folder, config, resume, say)
     if finished is not None:
         return finished
+    if is_main():
+        run_folder.refuse_busy(folder)
     run = prepare(config, folder, target, run_folder.init_from(folder, init_from), say)
     try:
         state, budget, seconds = _start(run, say)
@@ -91,6 +93,7 @@ def train(
         return _finish(run, state, budget, folder, heldout, say)
     finally:
         run.checkpoints.close()
+        run.held.close()
 
 
 def fresh_state(run: Run) -> TrainState:
@@ -153,9 +156,9 @@ def _loop(
             metrics = _step_metrics(run, budget, step, outcome, batch) | {
                 "learning_rate": float(rate) * run.config.optimiser.learning_rate
             }
-            if not math.isfinite(metrics["loss"]):
+            if broken := [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]:
                 cause = "begin another run at a lower learning rate" if step else "target or data are not finite"
-                raise UserError(f"loss is {metrics['loss']} at step {step} / {folder} / {cause}")
+                raise UserError(f"{broken[0]} is {metrics[broken[0]]} at step {step} / {folder} / {cause}")
             now = time.perf_counter()
             seconds, of_features, elapsed = from_main(now - begin, of_features, now - began)
             if step > first:
@@ -269,9 +272,10 @@ def _finish(run: Run, state: TrainState, budget: Budget, folder: Path, heldout: 
     facts = {**run.draft.facts, "training": trained}
     params = jax.tree.map(lambda p: jnp.asarray(np.asarray(p), dtype), params)
     draft = Draft(run.draft.config, run.draft.graph, params, run.draft.d2t, facts)
-    samples = _samples(run, state)
     if is_main():
         save_draft(draft, folder / "export", run.config.training.ttt_steps)
+    samples = _samples(run, state)
+    if is_main():
         run_folder.write_json(folder / "samples.json", samples)
     say(f"draft written to {folder / 'export'} (step {step}, held-out simulated tau {heldout['simulated_tau']:.3f})")
     rows, batch_rows, seed = len(run.train.input_ids), run.config.training.batch_rows, run.config.training.seed

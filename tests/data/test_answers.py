@@ -11,6 +11,7 @@ from eagle3_jax import UserError, generate, load_target
 from eagle3_jax.data import files
 from eagle3_jax.data.answers import AnswerSettings, generate_answers
 from eagle3_jax.data.template import prompt_ids
+from eagle3_jax.files import held
 from tests.cli.tiny_target import read_rows, write_prompts, write_tiny_target
 
 PROMPTS = [["ab " * n] for n in range(1, 8)]
@@ -62,6 +63,8 @@ def test_a_second_run_writes_nothing(target, prompts, tmp_path):
     before = out.read_bytes()
     counts = run(target, prompts, out, SETTINGS["greedy"])
     assert (counts.already_there, counts.written, out.read_bytes()) == (len(PROMPTS), 0, before)
+    with held(out), pytest.raises(UserError, match="another process is writing there"):
+        run(target, prompts, out, SETTINGS["greedy"])
 
 
 def test_prompts_are_rendered_with_the_variables_of_the_chat_template(target, prompts, tmp_path):

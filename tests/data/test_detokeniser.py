@@ -65,6 +65,11 @@ def test_bytes_of_sentencepiece_are_joined_to_characters():
     assert "".join(stream(tokenizer, [0, 4, 5, 6, 1])).lstrip() == decode(tokenizer, [0, 4, 5, 6, 1])
 
 
+def test_words_without_a_decoder_are_set_apart_by_blanks():
+    tokenizer = sentencepiece(None)
+    assert text_of(Vocabulary(tokenizer), [2, 3, 2]).lstrip() == decode(tokenizer, [2, 3, 2]) == "s <unk> s"
+
+
 def test_other_decoders_are_refused():
     with pytest.raises(UserError, match="WordPiece"):
         Vocabulary(sentencepiece(decoders.WordPiece()))

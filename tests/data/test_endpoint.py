@@ -45,7 +45,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append(body)
         text = body["messages"][-1]["content"]
         reason = "length" if text == "cut" else "stop"
-        choice = {"message": {"role": "assistant", "content": text[::-1]}, "finish_reason": reason}
+        said = {"role": "assistant", "content": text[::-1]} | ({"reasoning": "hm"} if text == "three" else {})
+        choice = {"message": said, "finish_reason": reason}
         self._reply(200, {"choices": [choice], "usage": {"completion_tokens": len(text)} if text == "one" else None})
 
     def _reply(self, status, content):
@@ -85,6 +86,7 @@ def test_conversations_and_a_cut_answer_become_rows_for_training(server, tmp_pat
     rows = read_rows(tmp_path / "out.jsonl")
     assert [row["id"] for row in rows] == list(range(8))
     assert [m["content"] for m in rows[2]["conversations"]] == ["two", "owt", "and then", "neht dna"]
+    assert rows[6]["conversations"][1] == {"role": "assistant", "content": "eerht", "reasoning": "hm"}
     records, tokenizer = read_records(tmp_path / "out.jsonl"), tiny_tokenizer()
     assert sum(isinstance(record, Conversation) for record in records) == 6
     ((ids, mask),) = tokenise(tokenizer, next(r for r in records if isinstance(r, TokenRow)), len(tokenizer))
@@ -117,9 +119,11 @@ def test_faults_are_one_line(server, tmp_path) -> None:
     server.faults = [500] * 4
     with pytest.raises(UserError, match="does not answer .500"):
         ask(server, tmp_path, slots=1)
-    choice = {"finish_reason": "stop", "message": {"content": [{"type": "text"}]}}
-    for server.instead in ({"error": "none"}, [], {"choices": []}, {"choices": ["a"]}, {"choices": [choice]}):
-        with pytest.raises(UserError, match="not in OpenAI's form|is no text"):
+    parts = {"finish_reason": "stop", "message": {"content": [{"type": "text"}]}}
+    broken_off = {"finish_reason": "abort", "message": {"content": "on"}}
+    choices = ([], ["a"], [parts], [broken_off])
+    for server.instead in ({"error": "none"}, [], *({"choices": given} for given in choices)):
+        with pytest.raises(UserError, match="not in OpenAI's form|is no text|broke an answer off .abort"):
             ask(server, tmp_path, slots=1)
     server.instead = None
     (tmp_path / "short").mkdir()

@@ -88,6 +88,7 @@ def test_our_own_torch_files_are_those_of_torch(tmp_path):
         (COMMON | {"hidden_states": list(STATES), "loss_mask": MASK[:-1]}, "loss_mask has shape"),
         (COMMON | {"hidden_states": list(STATES), "loss_mask": MASK * 2}, "other values than 0 and 1"),
         (COMMON | {"hidden_states": list(STATES), "input_ids": STATES[0]}, "expected token ids"),
+        (COMMON | {"hidden_states": list(STATES), "input_ids": IDS + (1 << 32)}, "that is no token id"),
         (
             COMMON | {"hidden_states": STATES[0], "aux_hidden_states": STATES[1], "hidden_states_prenorm": "no"},
             "true or",

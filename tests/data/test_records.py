@@ -25,6 +25,12 @@ def write(folder: Path, *rows: object) -> Path:
     return path
 
 
+def _called(arguments: object) -> dict:
+    """A row whose only answer is a tool call."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
 def test_every_accepted_shape_is_read_in_order(tmp_path: Path) -> None:
     tokens = {"input_ids": [5, 6], "loss_mask": [0, 1], "id": "x"}
     path = write(tmp_path, {"conversations": CHAT, "source": "s"}, b"", {"messages": CHAT}, tokens)
@@ -104,6 +110,25 @@ def test_json_parquet_and_hub_rows_are_those_of_jsonl(tmp_path: Path, monkeypatc
         read_records("hf:org/absent")
 
 
+def test_what_a_table_has_for_other_rows_is_in_none_of_its_objects(tmp_path: Path) -> None:
+    """Parquet fills up structs with nulls for keys that only other rows have. Its maps are objects."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    calls = [_called(given) for given in ({"a": 1}, {"b": [{"c": 2}, {"d": 3}]})]
+    parquet.write_table(pyarrow.Table.from_pylist(calls), tmp_path / "calls.parquet")
+    found, expected = (read_records(file) for file in (tmp_path / "calls.parquet", write(tmp_path, *calls)))
+    assert [record.messages for record in found] == [record.messages for record in expected]
+    strings = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    kind = pyarrow.list_(pyarrow.struct({"name": pyarrow.string(), "parameters": strings}))
+    tools = pyarrow.array([[{"name": "f", "parameters": [("a", "b")]}]], kind)
+    parquet.write_table(pyarrow.table({"messages": [CHAT], "tools": tools}), tmp_path / "map.parquet")
+    assert read_records(tmp_path / "map.parquet")[0].tools == [{"name": "f", "parameters": {"a": "b"}}]
+    offsets, text = pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")
+    not_utf8 = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, offsets, text])
+    parquet.write_table(pyarrow.table({"text": not_utf8}), tmp_path / "broken.parquet")
+    with pytest.raises(UserError, match="broken.parquet: not a whole Parquet file, or not one of text"):
+        read_records(tmp_path / "broken.parquet")
+
+
 @pytest.mark.parametrize("name", ["rows.json", "rows.parquet"])
 def test_torn_tables_are_one_line(tmp_path: Path, name: str) -> None:
     for content, words in ((b'[{"messages": [', "bad JSON|not a whole Parquet"), (b"", "is empty|not a whole")):
@@ -111,6 +136,10 @@ def test_torn_tables_are_one_line(tmp_path: Path, name: str) -> None:
         with pytest.raises(UserError, match=words) as caught:
             read_records(tmp_path / name)
         assert "\n" not in str(caught.value)
+    if name == "rows.json":
+        (tmp_path / name).write_text('[\n{"text": "a"},\n{"text": "b"}\n')
+        with pytest.raises(UserError, match="rows.json: bad JSON .*line 4, column 1"):
+            read_records(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +167,11 @@ def test_torn_tables_are_one_line(tmp_path: Path, name: str) -> None:
         ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}] * 2}]}, "2 parts, but a model"),
         ({"messages": CHAT, "tools": "add"}, "tools is a string but not JSON"),
         ({"messages": CHAT, "tools": [1]}, '"tools" must be a list of objects'),
+        (b'{"messages": [{"role": "user", "content": "a"}], "messages": []}', "the key 'messages' twice"),
+        pytest.param(b'{"text": "hi", "n": ' + b"1" * 5000 + b"}", "bad JSON .Exceeds", id="5000 digits"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "\\ud83d"}]}', "tools has half a surr"),
+        (_called([1]), "arguments must be an object"),
+        (_called('{"a": 1, "a": 2}'), "not JSON.*the key 'a' twice"),
         ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "first system message that differs"),
         ({"text": ["hi"]}, "text must be a string"),
         (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "surrogate"),

@@ -1,5 +1,6 @@
 """The loss mask marks what the model generates, for several chat formats; training sees the ids that serving sees."""
 
+import datetime
 import functools
 import json
 from collections.abc import Callable
@@ -20,6 +21,15 @@ SMOLLM2, LLAMA3 = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("smoll
 HEADERS_ONLY = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# Like gpt-oss: channels within an answer, another end in history than at the end, thoughts in the newest answer only.
+CHANNELS = (
+    "{% for message in messages %}{{ '<|start|>' + message.role }}{% if message.role == 'assistant' %}"
+    "{% if loop.last and message.thinking %}{{ '<|channel|>analysis<|message|>' + message.thinking }}"
+    "{{ '<|end|><|start|>assistant' }}{% endif %}{{ '<|channel|>final' }}{% endif %}"
+    "{{ '<|message|>' + message.content }}"
+    "{{ '<|return|>' if loop.last and message.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
 CORPUS = [
     "Hello, how are you? I am fine. The answer is 4 and the other answer is 6.",
@@ -318,6 +328,48 @@ def test_the_next_header_is_not_an_end_of_turn_token() -> None:
     assert supervised(tokenizer, chat("x", "4", "y", "6")) == ["4", "6"]
 
 
+def test_channels_within_an_answer() -> None:
+    special = ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"]
+    tokenizer, record = build(CHANNELS, special, eos_token="<|return|>"), chat("x", "4", "y", "final")
+    assert supervised(tokenizer, record) == ["4", "final<|return|>"]
+    text = TextRow(tokenizer.apply_chat_template(record.messages, tokenize=False), 1)
+    final = "<|channel|>final<|message|>"
+    assert supervised(tokenizer, text) == [f"{final}4", f"{final}final<|return|>"]
+    for i in (1, 3):
+        record.messages[i]["reasoning"] = "step"
+    thought = "<|channel|>analysis<|message|>step<|end|>"
+    answers = [f"{thought}<|start|>assistant{final}{answer}<|return|>" for answer in ("4", "final")]
+    assert supervised(tokenizer, record) == answers
+    text = TextRow(tokenizer.apply_chat_template(record.messages[:2], tokenize=False), 1)
+    assert supervised(tokenizer, text) == [thought.removesuffix("<|end|>"), f"{final}4<|return|>"]
+
+
+def test_text_of_a_template_whose_answers_begin_with_thoughts() -> None:
+    tokenizer = smollm2_with(SMOLLM2.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n"))
+    for thought, answer in (("", "6<|im_end|>"), ("step", "step\n</think>\n\n6<|im_end|>")):
+        text = f"<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>\n{thought}\n</think>\n\n6<|im_end|>\n"
+        assert supervised(tokenizer, TextRow(text, 1)) == [answer]
+
+
+def test_an_answer_in_text_ends_where_the_next_turn_begins() -> None:
+    tokenizer = build(HEADERS_ONLY, ["<|user|>", "<|assistant|>", "<|endoftext|>"], eos_token="<|endoftext|>")
+    text = "<|user|>\nx<|assistant|>\n4<|user|>\ny<|assistant|>\n6"
+    assert supervised(tokenizer, TextRow(text, 1)) == ["4", "6"]
+    loop = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    plain = smollm2_with(loop + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+    with pytest.raises(UserError, match="rows.jsonl:1: the chat template writes no special token after an answer"):
+        tokenise(plain, TextRow("user: x\nassistant: 4\nuser: y\n", 1, "rows.jsonl"), len(plain))
+
+
+def test_the_date_in_a_template_is_that_of_the_run() -> None:
+    """Else a run that goes on the next day would have other data."""
+    tokenizer, day = smollm2_with("{{ strftime_now('%d %b %Y') }}" + SMOLLM2), datetime.date(1999, 1, 2)
+    ((ids, _),) = tokenise(tokenizer, chat("x", "4"), len(tokenizer), ChatOptions(date=day))
+    assert tokenizer.decode(ids).startswith("02 Jan 1999<|im_start|>")
+    ((ids, _),) = tokenise(tokenizer, chat("x", "4"), len(tokenizer))
+    assert tokenizer.decode(ids).startswith(f"{datetime.date.today():%d %b %Y}<|im_start|>")
+
+
 def test_a_space_marker_tokenizer() -> None:
     """SentencePiece style: " answer" is one token that begins where the prompt ends."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
@@ -371,6 +423,11 @@ def refusing_template() -> tuple[PreTrainedTokenizerFast, Conversation]:
     return gemma(), chat("x", "4", system="You are helpful")
 
 
+def silent_user() -> tuple[PreTrainedTokenizerFast, Conversation]:
+    """The system prompt moves to the newest message, which has no text that shows where it is."""
+    return mistral(), chat("x", "4", "", "6", system="You are helpful")
+
+
 def no_template() -> tuple[PreTrainedTokenizerFast, Conversation]:
     return smollm2_with(""), chat("x", "4")
 
@@ -391,6 +448,7 @@ def splits_by_what_follows() -> tuple[PreTrainedTokenizerFast, Conversation]:
         (splits_by_what_follows, "message 1: the tokens before the answer differ"),
         (begins_with_answer, "begins with an assistant turn"),
         (refusing_template, "refuses the messages: System role not supported"),
+        (silent_user, "message 4: the chat template rewrites history"),
         (no_template, "no chat template"),
     ],
 )

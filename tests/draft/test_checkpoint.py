@@ -120,6 +120,16 @@ def test_a_count_of_taps_that_fc_does_not_have_is_refused(saved: Path, ids: list
         e3.load_draft(saved)
 
 
+def test_a_config_with_a_byte_order_mark_is_read_and_one_with_two_values_of_a_key_is_not(saved: Path) -> None:
+    file = saved / "config.json"
+    text = file.read_text()
+    file.write_text(text, encoding="utf-8-sig")
+    assert e3.load_draft(saved).taps == e3.TapSet([2, 4, 6])
+    file.write_text('{"eagle_aux_hidden_state_layer_ids": [2, 4, 5],' + text.lstrip().removeprefix("{"))
+    with pytest.raises(e3.UserError, match="the key 'eagle_aux_hidden_state_layer_ids' twice"):
+        e3.load_draft(saved)
+
+
 # --- the vocabulary map
 
 

@@ -56,6 +56,14 @@ def test_overrides_replace_values_with_or_without_their_section(load, override, 
     assert getattr(getattr(load(SMALLEST, override), section), field) == value
 
 
+def test_a_byte_order_mark_and_paths_from_the_home_folder(load, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ("target.path=~/t", "data.train=[~/a, hf:org/name]", "runs_dir=~/runs", "evaluation.prompts=~/p")
+    config = load("\ufeff" + SMALLEST, *paths)
+    assert (config.target.path, config.data.train) == ("/home/me/t", ["/home/me/a", "hf:org/name"])
+    assert (str(config.run_dir), config.evaluation.prompts) == ("/home/me/runs/x", "/home/me/p")
+
+
 def test_later_overrides_win(load) -> None:
     assert load(SMALLEST, "training.epochs=3", "training.epochs=4", "name=y").training.epochs == 4
 

@@ -1,6 +1,8 @@
 """Documents to batches: every row once an epoch, nothing changed by padding or packing, faults in one line."""
 
+import datetime
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.data.packing import pack
+from eagle3_jax.data.template import ChatOptions
 from eagle3_jax.errors import UserError
+from eagle3_jax.training import prepare
 from eagle3_jax.training.dataset import (
     Documents,
     batches_in_order,
@@ -20,6 +24,7 @@ from eagle3_jax.training.dataset import (
     rows_of_step,
     steps_an_epoch,
 )
+from tests.cli.tiny_target import tiny_tokenizer
 
 GOOD = {"input_ids": [3, 4, 5, 6], "loss_mask": [0, 0, 1, 1]}
 REFUSED = {"input_ids": [3, 4, 5, 999], "loss_mask": [0, 0, 1, 1]}  # the target has 48 tokens
@@ -105,6 +110,20 @@ def test_files_without_usable_data(world, tmp_path, rows) -> None:
     with pytest.raises(UserError) as error:  # the last: a chat, but the target has no tokenizer
         read_documents(write(tmp_path / "a", *rows), world.target)
     assert "\n" not in str(error.value)
+
+
+def test_settings_that_token_rows_do_not_heed_are_refused(world, tmp_path) -> None:
+    with pytest.raises(UserError, match=r"a\.jsonl:1: a row of input_ids comes with its loss_mask / leave last_turn"):
+        read_documents(write(tmp_path / "a.jsonl", GOOD), world.target, options=ChatOptions(last_turn_only=True))
+
+
+def test_the_day_on_which_a_run_began_is_that_of_its_chats(world, tmp_path) -> None:
+    tokenizer = tiny_tokenizer("abcdefghijklmnopqrstuvwxyz\n0123456789")
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}" + tokenizer.chat_template
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    target, file = replace(world.target, tokenizer=tokenizer), write(tmp_path / "a.jsonl", {"messages": chat})
+    documents, _ = prepare._read(world.config(tmp_path), file, target, datetime.date(1999, 1, 2))
+    assert tokenizer.decode(documents.items[0][0]).startswith("1999<|start|>user")
 
 
 def test_a_missing_file_is_named(world, tmp_path) -> None:

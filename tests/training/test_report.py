@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import decoders
 
 from eagle3_jax.cli.main import main
 from eagle3_jax.config import Config, EvaluationConfig
@@ -21,6 +22,7 @@ from eagle3_jax.training.report import write_report
 from eagle3_jax.training.report.charts import POINTS, Series, line_chart
 from eagle3_jax.training.report.samples import sample_answers
 from eagle3_jax.training.trackers import open_trackers
+from tests.data.test_detokeniser import sentencepiece
 from tests.tiny import random_draft
 from tests.training.conftest import ANSWER, DEEPEST, PROMPTS, read_metrics
 
@@ -127,6 +129,7 @@ def test_samples_colour_what_each_round_accepted() -> None:
     kinds = {"given": "g", "drafted": "d", "target": "t"}
     assert "".join(kinds[kind] for _, kind in sample["tokens"]) == "gggtddttdt"
     assert [text for text, _ in sample["tokens"]] == [f"{token} " for token in range(10, 20)]
+    assert sample_answers(packed, lambda rows, batch: hits, 1, sentencepiece(decoders.WordPiece())) == [sample]
     assert sample["simulated_tau"] == 2.0
 
 

@@ -1,5 +1,6 @@
 """Whole runs on a tiny target: what they write, and that interruptions, limits and mistakes do no harm."""
 
+import datetime
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from eagle3_jax.errors import UserError
 from eagle3_jax.training import run_folder, trainer
 from tests.training.conftest import ANSWER, DEEPEST, PROMPTS, read_metrics, write_rows
 
+TODAY = datetime.date(2026, 2, 28)
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -199,7 +201,8 @@ def test_another_config_is_refused_and_names_the_key(world, trained, section, ch
 )
 def test_a_damaged_run_folder_is_one_line(world, tmp_path, name, content, words) -> None:
     config = world.config(tmp_path)
-    run_folder.begin(config.run_dir, config, None)
+    with run_folder.begin(config.run_dir, config, None, TODAY):
+        pass
     for folder in ("checkpoints", "export"):
         (config.run_dir / folder).mkdir()
     if name != "provenance.json":
@@ -218,21 +221,25 @@ def test_a_damaged_run_folder_is_one_line(world, tmp_path, name, content, words)
 
 def test_killed_as_it_begins_a_run_knows_the_draft_that_it_was_to_start_from(world, tmp_path) -> None:
     config = world.config(tmp_path)
-    run_folder.begin(config.run_dir, config, "a draft")
+    begun = run_folder.begin(config.run_dir, config, "a draft", TODAY)
+    with begun, pytest.raises(UserError, match="another process is writing there"):
+        train(world, config, resume=True)
+    assert run_folder.date_of(config.run_dir) == TODAY
     assert run_folder.init_from(config.run_dir, None) == "a draft"
     (config.run_dir / "config.yaml").unlink()
     assert run_folder.check(config.run_dir, config, resume=False) is None
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(world, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("what", ["loss", "grad_norm"])
+def test_a_loss_that_is_not_finite_ends_the_run(world, tmp_path, monkeypatch, what) -> None:
     real = trainer.train_step
 
     def train_step(*arguments):
         state, outcome = real(*arguments)
-        return state, outcome._replace(loss=np.float32(np.nan))
+        return state, outcome._replace(**{what: np.float32(np.nan)})
 
     monkeypatch.setattr(trainer, "train_step", train_step)
-    with pytest.raises(UserError, match="loss is nan at step 0 / .* / target or data are not finite"):
+    with pytest.raises(UserError, match=f"{what} is nan at step 0 / .* / target or data are not finite"):
         train(world, world.config(tmp_path))
 
 

@@ -58,7 +58,7 @@ def _jsonl_rows(path: Path) -> Iterable[tuple[np.ndarray, np.ndarray, str]]:
             raise UserError(
                 f"{record.where}: a conversation has no token ids / loss masks need rows input_ids, loss_mask"
             )
-        yield np.asarray(record.input_ids, np.int32), np.asarray(record.loss_mask, bool), record.where
+        yield read_ids(record.input_ids, path), np.asarray(record.loss_mask, bool), record.where
 
 
 def _dataset_rows(folder: Path) -> Iterable[tuple[np.ndarray, np.ndarray, str]]:

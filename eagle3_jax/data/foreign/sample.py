@@ -72,7 +72,10 @@ def read_ids(value: Any, path: Path, name: str = "input_ids") -> np.ndarray:
     array = without_batch(_array(value), 1)
     if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"{name} is {array.dtype}{list(array.shape)} / {path} / expected token ids [T]")
-    return array.astype(np.int32)
+    ids = array.astype(np.int32)
+    if (ids != array).any():
+        raise UserError(f"{name} holds {array[ids != array][0]} / {path} / that is no token id")
+    return ids
 
 
 def read_mask(value: Any, length: int, path: Path) -> np.ndarray:

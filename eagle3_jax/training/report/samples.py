@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.data.detokeniser import Detokeniser, Vocabulary
+from eagle3_jax.errors import UserError
 from eagle3_jax.training.dataset import batches_in_order
 from eagle3_jax.training.metrics import Answer, walk_answers
 
@@ -42,8 +43,11 @@ def _sample(batch: Any, answer: Answer, tokenizer: Any) -> dict[str, Any]:
 
 def _text(ids: list[int], kinds: list[str], tokenizer: Any) -> list[list[str]]:
     """Texts of the tokens; a character of several tokens belongs to its last one. Ids where no text is known."""
-    if tokenizer is None or not tokenizer.is_fast:
+    try:
+        detokeniser = None if tokenizer is None else Detokeniser(Vocabulary(tokenizer))
+    except UserError:  # of a kind whose text is not known, for which no finished training is thrown away
+        detokeniser = None
+    if detokeniser is None:
         return [[f"{token} ", kind] for token, kind in zip(ids, kinds, strict=True)]
-    detokeniser = Detokeniser(Vocabulary(tokenizer))
     texts = [detokeniser.push(token) for token in ids]
     return [[text, kind] for text, kind in zip(texts, kinds, strict=True) if text]
