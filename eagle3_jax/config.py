@@ -22,7 +22,8 @@ class _Strict(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _a_switch_is_no_number(cls, value: Any, info: Any) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(v, bool) for v in values) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError("true and false are no values of it")
         return value
 

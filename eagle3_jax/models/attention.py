@@ -119,7 +119,7 @@ def full_attention(
     """Softmax attention of queries of a row over all of it: `jax.nn.dot_product_attention`, and a float32 form on CPU.
 
     On CPU the former takes two to three times as long (docs/performance.md); it has no softcap and no sinks, and wants
-    values of the keys' size.
+    values of the keys' size and one dtype, which not every draft's file has.
     """
 
     def own(q, k, v, mask):
@@ -130,7 +130,7 @@ def full_attention(
     def library(q, k, v, mask):
         return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=scale)
 
-    if softcap is not None or sinks is not None or v.shape[-1] != k.shape[-1]:
+    if softcap is not None or sinks is not None or v.shape[-1] != k.shape[-1] or len({q.dtype, k.dtype, v.dtype}) > 1:
         return own(q, k, v, mask)
     return jax.lax.platform_dependent(*(q, k, v, mask), cpu=own, default=library)
 

@@ -6,6 +6,7 @@ fingerprint, are stored as JSON in each checkpoint and compared before anything 
 
 import dataclasses
 import hashlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -72,7 +73,11 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             best_fn=_tau, preservation_policy=policy, cleanup_tmp_directories=True, enable_async_checkpointing=False
         )
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        try:
+            self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:  # of their metrics, which it reads at once
+            words = " ".join(str(error).split())
+            raise UserError(f"a checkpoint cannot be read / {folder} / {words} / remove the damaged one") from error
         self._folder = folder
 
     @property

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.models.attention import BLOCK, KV, TILE, cached, causal, empty_cache
+from eagle3_jax.models.attention import BLOCK, KV, TILE, cached, causal, empty_cache, full_attention
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -37,6 +37,15 @@ def test_sequences_over_rows_of_a_cache(rows: tuple[int, ...], start: tuple[int,
             expected, written = cached(positions[i : i + 1])(q[i : i + 1], k[i : i + 1], v[i : i + 1], own)
             np.testing.assert_allclose(out[i : i + 1], expected, rtol=1e-5, atol=1e-6)
             np.testing.assert_array_equal(new.k[row], written.k[0])
+
+
+def test_queries_and_keys_of_two_dtypes() -> None:
+    """A draft's file may have them, and is used as it is stored."""
+    draw, mask = np.random.default_rng(0), jnp.tril(jnp.ones((1, 3, 3), bool))
+    q, k, v = (jnp.asarray(draw.standard_normal((1, 3, heads, 4)), jnp.float16) for heads in (4, 2, 2))
+    mixed = full_attention(q.astype(jnp.float32), k, v, mask)
+    assert mixed.dtype == jnp.float32
+    np.testing.assert_allclose(mixed, full_attention(q, k, v, mask), rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 2.0}])

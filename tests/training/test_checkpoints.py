@@ -134,6 +134,10 @@ def test_torn_checkpoints_are_one_line(opened, tmp_path) -> None:
         file.write_bytes(b"")
     with pytest.raises(UserError, match="checkpoint 1 cannot be read"):
         opened(tmp_path).restore(state_of(0))
+    for file in (tmp_path / "1" / "metrics").iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(UserError, match="a checkpoint cannot be read / .* / remove the damaged one"):
+        opened(tmp_path)
 
 
 def test_what_a_killed_save_left_is_not_a_checkpoint(opened, tmp_path) -> None:

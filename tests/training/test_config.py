@@ -94,6 +94,7 @@ def test_bad_overrides(load, override, words) -> None:
         ("training=7", "training"),
         ("draft.taps=middle", "draft.taps"),
         ("draft.taps=[one]", "draft.taps"),
+        ("draft.taps=[true, 2]", "draft.taps"),
         ("optimiser.betas=[0.9]", "optimiser.betas"),
         ("optimiser.betas=[0.9, 1.0]", "optimiser.betas"),
         ("optimiser.learning_rate=.inf", "optimiser.learning_rate"),
