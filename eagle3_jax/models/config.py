@@ -26,6 +26,14 @@ _READ = frozenset(
     + ("rope_theta", "partial_rotary_factor", "rope_interleaved", "original_max_position_embeddings")
     + ("sliding_window", "use_sliding_window", "layer_types")
 )
+# Keys with which other models compute something else; a family that does not read one refuses it. 1 is no factor.
+_OTHERS = frozenset(
+    ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv", "use_qk_norm")
+    + ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale")
+    + ("scale_emb", "scale_depth", "dim_model_base", "num_experts", "num_local_experts", "n_routed_experts")
+    + ("kv_lora_rank", "no_rope_layers", "attention_chunk_size", "alibi", "parallel_attn", "use_parallel_residual")
+    + ("rotary_pct", "rotary_dim")
+)
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = ("silu", "swish", "relu", "relu2", "quick_gelu", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh")
 
@@ -278,6 +286,15 @@ def one_window(config: dict[str, Any], where: str, window: Any) -> tuple[int | N
     return windows_of(config, where, kinds, window)
 
 
+def no_windows(config: dict[str, Any], where: str) -> None:
+    """UserError for sliding windows or other types of layers, in families whose layers all have full attention."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    others = sorted(set(map(str, config.get("layer_types") or [])) - {FULL})
+    if window or others:
+        said = f"layer_types {others}" if others else f"sliding_window {window}"
+        raise UserError(f"{where} has {said} / models of this family have full attention only")
+
+
 def windows_of(config: dict[str, Any], where: str, kinds: list[str], window: Any) -> tuple[int | None, ...]:
     """DecoderConfig.windows from layer types ([] = all full) and the window of the sliding ones."""
     unknown = sorted(set(map(str, kinds)) - {FULL, SLIDING})
@@ -355,5 +372,8 @@ def _report_unknown(config: dict[str, Any], where: str, strict: bool, also: froz
     )
     if unknown and strict:
         raise UserError(f"{where} has keys that are not understood: {', '.join(unknown)} / remove them if harmless")
+    if changing := [key for key in unknown if key in _OTHERS and (config[key] is True or config[key] != 1)]:
+        said = ", ".join(f"{key} {config[key]!r}" for key in changing)
+        raise UserError(f"{where} has {said}, which models of this family do not compute / remove it if it is unused")
     if unknown:
         warnings.warn(f"{where}: keys not understood and ignored: {', '.join(unknown)}", stacklevel=5)

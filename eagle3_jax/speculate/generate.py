@@ -207,7 +207,7 @@ def begin(
 def _limits(target: Target, prompts, params: Sequence[SamplingParams]) -> list[int]:
     """The most new tokens of each request."""
     window = target.config.max_positions
-    return [min(p.max_new_tokens, window - len(prompt)) for p, prompt in zip(params, prompts, strict=True)]
+    return [int(min(p.max_new_tokens, window - len(prompt))) for p, prompt in zip(params, prompts, strict=True)]
 
 
 def reach_of(target: Target, prompts, limits: Sequence[int]) -> jax.Array | None:

@@ -117,6 +117,22 @@ def test_an_absent_key_means_what_transformers_takes_for_it(architecture: str, c
     assert {key: getattr(config, key) for key in facts} == facts
 
 
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("llama_gqa", {"sliding_window": 8}, "sliding_window 8 / .* full attention only"),
+        ("olmo2_tiny", {"layer_types": ["chunked_attention"] * 2}, r"layer_types \['chunked_attention'\] / "),
+        ("deepseek_tiny", {"sliding_window": 8}, "full attention only"),
+        ("llama_gqa", {"final_logit_softcapping": 30.0, "clip_qkv": 1}, "final_logit_softcapping 30.0, which"),
+        ("qwen3_tiny", {"use_qk_norm": True}, "use_qk_norm True, which"),
+    ],
+)
+def test_what_only_other_families_compute_is_refused(case: str, changes: dict, message: str) -> None:
+    raw = json.loads((GOLDEN / case / "config.json").read_text()) | changes
+    with pytest.raises(UserError, match=message):
+        family_of(raw, "here").read(raw, "here")
+
+
 def test_the_base_of_a_rotation_that_is_scaled_by_default_can_be_stated() -> None:
     raw = json.loads((GOLDEN / "gpt_oss_tiny" / "config.json").read_text()) | {"rope_theta": 5000.0}
     rope = family_of(raw, "here").read(raw | {"rope_parameters": None}, "here").rope

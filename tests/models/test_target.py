@@ -295,11 +295,5 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     refused(folder, "BertModel is not supported .* supported: .*LlamaForCausalLM")
 
 
-def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    window = {"sliding_window": 8, "layer_types": ["sliding_attention"]}
-    folder = write_target(tmp_path / "window", num_hidden_layers=1, **window)
-    refused(folder, "sliding windows / a Llama has full attention only")
-
-
 def test_no_such_path_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "no such model")

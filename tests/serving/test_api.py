@@ -264,6 +264,10 @@ def test_models_tokenize_health_and_paths(client, server):
     chat = post(server, "/tokenize", {"messages": HI}).json()["tokens"]
     assert chat == TOKENIZER.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
     refused(post(server, "/tokenize", {}))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for mixed in ({"prompt": "a", "tools": tools}, {"prompt": "a", "chat_template_kwargs": {"a": 1}}):
+        assert "does not go with prompt" in refused(post(server, "/tokenize", mixed))
+    refused(post(server, "/tokenize", {"messages": HI, "add_special_tokens": True}), param="add_special_tokens")
     refused(post(server, "/detokenize", {"tokens": [VOCAB]}), param="tokens")
     health = get(server[0] + "/health")
     assert health.status_code == 200 and health.json() == {"status": "ready", "error": None}

@@ -58,6 +58,8 @@ def test_formats():
         {"type": "json_object", "schema": SCHEMA},
         {"type": "text", "pattern": "a"},
         {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "regex": "a"}},
+        {"type": "json_schema", "json_schema": {"name": 1, "schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": "yes"}},
     ):
         with pytest.raises(ApiError):
             json_schema(wrong)

@@ -26,6 +26,8 @@ from tests.serving.fake_engine import (
     saying,
 )
 
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
 
 @pytest.mark.parametrize(
     ("body", "param"),
@@ -87,6 +89,9 @@ from tests.serving.fake_engine import (
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None),
         ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0].weight"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": 0}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": 7}]}]}, "messages[0].tool_calls[0]"),
         ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"messages": HI, "functions": []}, "functions"),

@@ -239,8 +239,8 @@ def test_prompts_that_are_no_token_ids_are_refused_in_one_line(shallow_target, p
     assert "\n" not in str(caught.value)
 
 
-def test_prompts_may_be_arrays(shallow_target, plain, untyped) -> None:
-    settings = {"max_new_tokens": NEW, "stop_token_ids": ()}
+def test_prompts_and_lengths_may_be_numpys(shallow_target, plain, untyped) -> None:
+    settings = {"max_new_tokens": np.int64(NEW), "stop_token_ids": ()}
     rows = [PROMPTS[1]] * 4  # as many as in `plain`, for which programs are compiled
     for prompts in (np.asarray(rows), jnp.asarray(rows), [jnp.asarray(row) for row in rows], tuple(map(tuple, rows))):
         assert e3.generate(shallow_target, None, prompts, **settings)[0].tokens == plain[1].tokens

@@ -13,7 +13,15 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.errors import UserError
 from eagle3_jax.models.blocks import Block, Linear, RMSNorm
-from eagle3_jax.models.config import DecoderConfig, ExpertsConfig, LatentConfig, common_config, counts, positive_numbers
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    common_config,
+    counts,
+    no_windows,
+    positive_numbers,
+)
 from eagle3_jax.models.experts import Mixture, stacked
 from eagle3_jax.models.family import Family, Placed, Stored
 from eagle3_jax.models.rope import rotate
@@ -118,6 +126,7 @@ def read(raw: dict[str, Any], where: str) -> DecoderConfig:
     rope_dim, nope_dim = raw["qk_rope_head_dim"], raw["qk_nope_head_dim"]
     # head_dim in a file of this family is that of the rotation
     base = common_config(raw | {"head_dim": rope_dim}, where, (*SIZES, *OPTIONS, *FIXED, *TRAINING))
+    no_windows(raw, where)
     experts = ExpertsConfig(
         count=raw["n_routed_experts"],
         per_token=raw["num_experts_per_tok"],

@@ -16,6 +16,7 @@ from eagle3_jax.models.config import (
     DecoderConfig,
     common_config,
     kinds_by_period,
+    no_windows,
     ropes_by_kind,
     windows_of,
 )
@@ -56,6 +57,7 @@ class PostNormBlock(nnx.Module):
 
 def read_olmo2(raw: dict[str, Any], where: str) -> DecoderConfig:
     base = common_config(DEFAULTS | raw, where)
+    no_windows(raw, where)
     return dataclasses.replace(base, qk_norm=True, mlp_bias=False)
 
 

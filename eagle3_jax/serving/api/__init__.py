@@ -2,7 +2,7 @@
 
 guards.py       every request: its id, its key, its size
 errors.py       OpenAI's error shape, and which exception means which status
-fields.py       what a body may hold; anything else is refused
+fields.py       what a body may hold; anything else is refused (strict_json.py: what counts as JSON)
 sampling.py     a body's settings as SamplingParams
 messages.py     chat messages and tools to a prompt
 grammar.py      response_format as a grammar over tokens

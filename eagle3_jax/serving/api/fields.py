@@ -30,6 +30,9 @@ class Strict(BaseModel):
             return given
         return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
 
+    def check(self) -> None:
+        """Raises ApiError for values that do not go together."""
+
 
 class StreamOptions(Strict):
     include_usage: bool = False
@@ -83,7 +86,6 @@ class Sampled(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
-        """Raises ApiError for values that do not go together."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is only allowed with stream: true", "stream_options")
         if len(self.stops) > _MOST_STOPS or any(not 0 < len(stop) <= _LONGEST_STOP for stop in self.stops):
@@ -148,14 +150,22 @@ class CompletionBody(Sampled):
 
 
 class TokenizeBody(Strict):
-    """Either a prompt or messages."""
+    """Either a prompt or messages. Tools and variables go with messages, whose template writes all special tokens."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        kind = "prompt" if self.messages is None else "messages"
+        for name in ("tools", "chat_template_kwargs") if self.messages is None else ("add_special_tokens",):
+            if getattr(self, name):
+                raise ApiError(400, f"{name} does not go with {kind}", name)
 
 
 class DetokenizeBody(Strict):
@@ -176,8 +186,7 @@ def parse(kind: type[Strict], raw: bytes) -> Any:
         body = kind.model_validate(given)
     except ValidationError as error:
         raise _readable(error) from error
-    if isinstance(body, Sampled):
-        body.check()
+    body.check()
     return body
 
 

@@ -54,6 +54,9 @@ def json_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None
         known = "text, json_object, or json_schema with json_schema: {name, schema}"
         raise ApiError(400, f"response_format: use {known}", "response_format")
     _check_keys(named, {"name", "schema", "strict", "description"}, "response_format.json_schema")
+    for key, types, words in (("name", str, "text"), ("description", str, "text"), ("strict", bool, "true or false")):
+        if not isinstance(named.get(key), types | None):
+            raise ApiError(400, f"response_format.json_schema.{key} must be {words}", "response_format")
     return named["schema"]
 
 

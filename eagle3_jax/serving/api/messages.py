@@ -48,10 +48,11 @@ def _message(message: dict[str, Any], where: str, knows_developer: bool) -> dict
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             rendered[name] = _text(message[name], f"{where}.{name}")
-    if calls := message.get("tool_calls"):
-        if role != "assistant":
+    if (calls := message.get("tool_calls")) is not None:
+        if calls and role != "assistant":
             raise ApiError(400, f"{where}.tool_calls: only assistant messages have them", f"{where}.tool_calls")
-        rendered["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+        called = _calls(calls, f"{where}.tool_calls")
+        rendered |= {"tool_calls": called} if called else {}
     if message.get("content") is None and calls is None:
         raise ApiError(400, f"{where}.content is missing", f"{where}.content")
     return rendered | {"content": _content(message.get("content"), f"{where}.content")}
@@ -81,8 +82,10 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    call = call if isinstance(call, dict) else {}
+    name, function = call.get("id"), call.get("function")
+    good = isinstance(name, str | None) and call.get("type") in (None, "function") and isinstance(function, dict)
+    if not good or not isinstance(function.get("name"), str):
         raise ApiError(400, f"{where} must be {{id, type, function: {{name, arguments}}}}", where)
     try:
         arguments = strict_json.loads(function.get("arguments") or "{}")
@@ -90,7 +93,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise ApiError(400, f"{where}.function.arguments must be a JSON object in a string", where) from error
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{where}.function.arguments must be a JSON object in a string", where)
-    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": name, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _text(value: Any, where: str) -> str:

@@ -21,13 +21,11 @@ async def tokenize(http: HttpRequest) -> Response:
 def _tokenized(service: Service, raw: bytes) -> dict[str, Any]:
     body = parse(TokenizeBody, raw)
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", "prompt")
     if body.messages is not None:
         tokens = chat_prompt(service, body, check_tools(body.tools or [], None))
     else:
         service.check_length(len(body.prompt), "prompt")
-        special = body.add_special_tokens
+        special = body.add_special_tokens is not False
         tokens = text_ids(service.tokenizer, body.prompt) if special else _bare_ids(service, body.prompt)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_len}
 
