@@ -107,8 +107,11 @@ def _parquet_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
     from pyarrow import ArrowException
 
     try:
-        number = 0
-        for batch in parquet.ParquetFile(path).iter_batches():
+        file, number = parquet.ParquetFile(path), 0
+        columns = file.schema_arrow.names
+        if twice := [name for name in columns if columns.count(name) > 1]:
+            raise UserError(f"{path}: the column {twice[0]} twice; leave one of them out")
+        for batch in file.iter_batches():
             for row in batch.to_pylist():
                 number += 1
                 yield number, _as_json(row)

@@ -127,6 +127,9 @@ def test_what_a_table_has_for_other_rows_is_in_none_of_its_objects(tmp_path: Pat
     parquet.write_table(pyarrow.table({"text": not_utf8}), tmp_path / "broken.parquet")
     with pytest.raises(UserError, match="broken.parquet: not a whole Parquet file, or not one of text"):
         read_records(tmp_path / "broken.parquet")
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match="twice.parquet: the column text twice"):
+        read_records(tmp_path / "twice.parquet")
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.parquet"])
