@@ -52,8 +52,9 @@ clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find eagle3_jax tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip cannot repair a half-copied package (it counts as installed), hence --clear. --no-compile: byte-compiling every
-# file of every package takes a minute, and most are never imported.
+# pip cannot repair a half-copied package (it counts as installed), hence --clear. The pip that Python 3.12 brings needs
+# twice as long to choose among versions as a new one. --no-compile: byte-compiling every file of every package takes a
+# minute, and most are never imported.
 .venv/.ready: pyproject.toml $(STALE)
 	@set -e; \
 	if [ "$$(cat .venv/.ready 2>/dev/null)" != "$$(pwd -P)" ]; then \
@@ -68,6 +69,7 @@ clean:
 	  "$$python" -m venv --clear .venv; \
 	fi
 	@rm -f .venv/.ready
+	.venv/bin/python -m pip install --quiet --no-compile --upgrade 'pip>=25'
 	.venv/bin/python -m pip install --quiet --no-compile -e '.[demo,dev]'
 	@$(install_demo_model) || true
 	@pwd -P > .venv/.ready

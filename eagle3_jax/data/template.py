@@ -417,7 +417,8 @@ def _render(
             add_generation_prompt=generation_prompt,
             **options.template,
         )
-    except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:  # of expressions over messages
+    # of expressions over messages and variables
+    except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise UserError(f"{where}: the chat template refuses the messages: {' '.join(str(error).split())}") from error
 
 

@@ -35,6 +35,13 @@ def test_a_mask_follows_the_tokens(grammars):
     assert np.flatnonzero(grammar.mask()).tolist() == [END]
 
 
+def test_a_model_may_have_fewer_rows_than_the_tokenizer_tokens():
+    grammar = Grammars(TOKENIZER, VOCAB - 5, (END,)).new(SCHEMA)()
+    for token in ids('{"a":'):
+        assert grammar.mask().shape == (VOCAB - 5,) and grammar.mask()[token]
+        grammar.advance(token)
+
+
 def test_choices_have_places_of_their_own(grammars):
     new = grammars.new({"type": "object"})
     one, other = new(), new()

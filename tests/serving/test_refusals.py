@@ -140,6 +140,9 @@ def test_a_template_that_refuses_messages_is_the_client_s_error():
     tokenizer = byte_tokenizer("{{ raise_exception('roles must alternate') }}")
     with fake_server(saying("a"), tokenizer) as server:
         assert "alternate" in refused(post(server, "/v1/chat/completions", {"messages": HI}), 400, "messages")
+    with fake_server(saying("a"), byte_tokenizer("{{ 8 // budget }}")) as server:
+        body = {"messages": HI, "chat_template_kwargs": {"budget": 0}}
+        assert "by zero" in refused(post(server, "/v1/chat/completions", body), 400, "messages")
     with fake_server(saying("a"), byte_tokenizer("")) as server:
         assert "no chat template" in refused(post(server, "/v1/chat/completions", {"messages": HI}))
 

@@ -17,11 +17,14 @@ _FUEL = 200_000  # of a pattern's automaton: a second at most
 
 
 class JsonGrammar:
-    """One answer's place in its grammar (a `serving.requests.Grammar`). Raises UserError if it cannot go on."""
+    """One answer's place in its grammar (a `serving.requests.Grammar`). Raises UserError if it cannot go on.
 
-    def __init__(self, matcher: Any, vocab_size: int):
+    vocab_size: the model's; tokens: ids that the matcher knows of.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, tokens: int):
         self._matcher, self._vocab_size = matcher, vocab_size
-        self._bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
+        self._bits = np.zeros((1, -(-tokens // 32)), np.int32)
 
     def mask(self) -> np.ndarray:
         from llguidance.numpy import fill_next_token_bitmask
@@ -71,6 +74,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]):
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
+        self._tokens = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))  # some have more than the model
         self._known: Any = None  # the tokenizer in llguidance's form
 
     def new(self, schema: dict[str, Any]) -> Callable[[], JsonGrammar]:
@@ -85,7 +89,7 @@ class Grammars:
         if not self._eos:
             raise ApiError(400, "response_format: the model has no end token, so its answers could not end")
         if self._known is None:
-            self._known = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos)
+            self._known = from_tokenizer(self._tokenizer, n_vocab=self._tokens, eos_token=self._eos)
         if len(text := json.dumps(schema)) > _LONGEST:
             message = f"response_format: the schema takes {len(text)} characters, the most is {_LONGEST}"
             raise ApiError(400, message, "response_format")
@@ -98,12 +102,15 @@ class Grammars:
         if matcher.is_error():
             raise ApiError(400, f"response_format: {_reason(matcher)}", "response_format")
         try:
-            begins = JsonGrammar(matcher.deep_copy(), self._vocab_size).mask().any()
+            begins = self._begun(matcher).mask().any()
         except UserError as error:  # some schemas fail only now, such as {"$ref": "#"}
             raise ApiError(400, str(error), "response_format") from error
         if not begins:
             raise ApiError(400, "response_format: nothing meets the schema", "response_format")
-        return lambda: JsonGrammar(matcher.deep_copy(), self._vocab_size)
+        return lambda: self._begun(matcher)
+
+    def _begun(self, matcher: Any) -> JsonGrammar:
+        return JsonGrammar(matcher.deep_copy(), self._vocab_size, self._tokens)
 
 
 def _reason(matcher: Any) -> str:
