@@ -43,10 +43,11 @@ def store_features(
     from eagle3_jax.data.template import ChatOptions
     from eagle3_jax.taps import paper_taps
     from eagle3_jax.training.dataset import read_documents
-    from eagle3_jax.training.make_store import make_store
+    from eagle3_jax.training.make_store import begun_on, make_store
 
     points = paper_taps(loaded.num_layers) if given is None else given
-    documents = read_documents(files, loaded, options=ChatOptions(last_turn_only, variables))
+    date = begun_on(out)
+    documents = read_documents(files, loaded, options=ChatOptions(last_turn_only, variables, date))
     if documents.samples is not None:
         raise UserError(f"these are stored features already / {', '.join(files)} / train from them as they are")
     note(f"{len(documents.items)} documents, {documents.words()}")
@@ -54,8 +55,8 @@ def store_features(
     def progress(done: int, total: int) -> None:
         note(f"shard {done} of {total}")
 
-    sizes, says = (store_dtype, length, batch_rows), {"template": variables, "progress": progress, "say": note}
-    index = make_store(loaded, documents.items, points, out, *sizes, **says)
+    says = {"template": variables, "date": date, "progress": progress, "say": note}
+    index = make_store(loaded, documents.items, points, out, store_dtype, length, batch_rows, **says)
     note(f"store written to {out} / train from it with data.train={out}")
     lengths = [length for shard in index["shards"] for length in shard["lengths"]]
     write_json(json_file, index | {"shards": len(index["shards"]), "tokens": sum(lengths)})

@@ -1,5 +1,6 @@
 """Writing a store of features: the target runs once over the data, and any number of drafts train from its states."""
 
+import datetime
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ def make_store(
     batch_rows: int = 4,
     shard_tokens: int = SHARD_TOKENS,
     template: Mapping[str, Any] | None = None,
+    date: datetime.date | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -40,7 +42,8 @@ def make_store(
 
     Prints the disk it will take and refuses if that is not free. Killed at any moment, the same call goes on with the
     first shard that is not whole. Returns the index. template: variables of the chat template that the documents were
-    rendered with, which training is to state as well. progress: (shards done, shards in all).
+    rendered with, which training is to state as well; date: the day that it may have written. progress: (shards done,
+    shards in all).
     """
     taps.check(target.num_layers)
     if dtype not in DTYPES:
@@ -64,6 +67,7 @@ def make_store(
         "text": checksum_of(*(array for document in kept for array in document)),
         "shard_tokens": shard_tokens,
         **({"chat_template": dict(template)} if template else {}),
+        **({"date": date.isoformat()} if date else {}),
     }
     shards = _shards([len(ids) for ids, _ in kept], shard_tokens)
     _begin(folder, facts)
@@ -95,18 +99,39 @@ def _shards(lengths: list[int], tokens: int) -> list[list[int]]:
     return shards
 
 
-def _begin(folder: Path, facts: dict[str, Any]) -> None:
-    """Makes the folder, or checks that it was begun with the same facts."""
+def begun_on(folder: Path) -> datetime.date | None:
+    """The day on which a store was begun, which chat templates may write: today for a new one, None for one of an older
+    version, which does not say. UserError if the folder's begun.json is damaged."""
+    before = _begun(folder)
+    if before is None:
+        return datetime.date.today()
+    try:
+        return datetime.date.fromisoformat(before["date"]) if "date" in before else None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"begun.json is damaged / {folder} / remove it, or choose another --out") from error
+
+
+def _begun(folder: Path) -> dict[str, Any] | None:
+    """The facts that a store was begun with; None for a new one."""
     begun = folder / "begun.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         before = json.loads(begun.read_text(encoding="utf-8")) if begun.exists() else None
     except (OSError, ValueError) as error:
         raise UserError(f"cannot make the store / {folder} / {error}") from error
-    if before is None:
-        _write_json(begun, facts)
-    elif not isinstance(before, dict):
+    if not isinstance(before, dict | None):
         raise UserError(f"begun.json is damaged / {folder} / remove it, or choose another --out")
+    return before
+
+
+def _begin(folder: Path, facts: dict[str, Any]) -> None:
+    """Makes the folder, or checks that it was begun with the same facts."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the store / {folder} / {error}") from error
+    before = _begun(folder)
+    if before is None:
+        _write_json(folder / "begun.json", facts)
     elif before != facts:
         differing = ", ".join(f"{k} {before.get(k)} there, {facts[k]} here" for k in facts if before.get(k) != facts[k])
         raise UserError(f"the store was begun otherwise ({differing}) / {folder} / choose another --out")

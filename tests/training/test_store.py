@@ -1,5 +1,6 @@
 """A store of our own features: the same training as online, whole after a kill, damage noticed, read in any order."""
 
+import datetime
 import json
 
 import numpy as np
@@ -150,6 +151,10 @@ def test_the_command(world, tmp_path, capsys) -> None:
     assert "GB free" in capsys.readouterr().err and len(FeatureStore(tmp_path / "s")) == 16
     made = json.loads((tmp_path / "made.json").read_text())
     assert (made["taps"], made["documents"], made["shards"]) == ([1, 2, 4], 16, 1) and made["tokens"] > 16
+    begun = tmp_path / "s" / "begun.json"  # as if it went on another day
+    begun.write_text(json.dumps(json.loads(begun.read_text()) | {"date": "1999-01-02"}))
+    assert make_store.begun_on(tmp_path / "s") == datetime.date(1999, 1, 2)
+    assert main([*command, "--out", str(tmp_path / "s"), *options]) == 0
     for variables, words in (("{a: 1}", "made with {'a': 1}"), ("{}", "chat_template is {'b': 2}")):
         store = tmp_path / variables
         assert main([*command, "--out", str(store), *options, "--chat-template", variables]) == 0
