@@ -65,7 +65,7 @@ def serve_command(
     api_key: Annotated[
         str | None, typer.Option(envvar=_KEY, help="Clients must send it as a bearer token.", show_default="none")
     ] = None,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MiB.")] = 8,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, max=1e6, help="Largest body of a request, in MiB.")] = 8,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="A page's origin that may call the server; may be given more than once.")
     ] = None,

@@ -93,6 +93,7 @@ def test_a_server_that_others_reach_is_warned_about(eagle3, served, target):
         (("--target", "x", "--api-key", ""), "--api-key"),
         (("--target", "x", "--api-key", "schlüssel"), "--api-key"),
         (("--target", "x", "--port", "70000"), "port"),
+        (("--target", "x", "--max-body-mb", "inf"), "--max-body-mb"),
         (("--target", "x", "--host", "nowhere.invalid"), "cannot listen on nowhere.invalid"),
     ],
 )
