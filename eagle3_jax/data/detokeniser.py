@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from eagle3_jax.data.template import special_ids
+from eagle3_jax.data.rendering import special_ids
 from eagle3_jax.errors import UserError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")

@@ -7,35 +7,21 @@ thoughts, or move the system prompt) gets a document of its own, which ends with
 and serving see different ids is an error that names the row.
 """
 
-import datetime
 import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
 from eagle3_jax.data.records import THOUGHTS, Conversation, Record, TextRow, TokenRow
+from eagle3_jax.data.rendered_rows import text_document
+from eagle3_jax.data.rendering import ChatOptions, Text, encode, render
 from eagle3_jax.errors import UserError
 
 Document = tuple[np.ndarray, np.ndarray]
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """last_turn_only: supervise the last assistant turn alone. template: variables for the chat template besides the
-    messages, such as {"enable_thinking": False}; serving must use the same. date: what day it is for a template that
-    writes the date; None = today.
-    """
-
-    last_turn_only: bool = False
-    template: Mapping[str, Any] = field(default_factory=dict)
-    date: datetime.date | None = None
-
-
 DEFAULT = ChatOptions()
 
 
@@ -51,7 +37,7 @@ def tokenise(tokenizer: Any, record: Record, vocab_size: int, options: ChatOptio
     if isinstance(record, TokenRow):
         documents = [(np.asarray(record.input_ids), np.asarray(record.loss_mask, dtype=bool))]
     elif isinstance(record, TextRow):
-        documents = [_text_document(tokenizer, record, options)]
+        documents = [text_document(tokenizer, record, options)]
     else:
         documents = _conversation(tokenizer, record, options)
     for ids, _ in documents:
@@ -89,7 +75,7 @@ def prompt_ids(
     template is given besides. Raises UserError (prefixed with `where`) if the tokenizer has no chat template or the
     template refuses the messages.
     """
-    return _encode(tokenizer, _render(tokenizer, messages, True, where, tools, ChatOptions(template=template or {})))[
+    return encode(tokenizer, render(tokenizer, messages, True, where, tools, ChatOptions(template=template or {})))[
         "input_ids"
     ]
 
@@ -107,49 +93,13 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     return ids[:-1] if ends else ids
 
 
-class _Text:
-    """Rendered text, its tokens, and the mask that turns are marked in."""
-
-    def __init__(self, tokenizer: Any, text: str, where: str):
-        if not tokenizer.is_fast:
-            raise UserError(f"{where}: the tokenizer gives no character offsets; use a fast one (tokenizer.json)")
-        encoding = _encode(tokenizer, text, return_offsets_mapping=True)
-        self.tokenizer, self.text = tokenizer, text
-        self.ids = np.asarray(encoding["input_ids"], dtype=np.int64)
-        self.offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        self.special = np.isin(self.ids, special_ids(tokenizer))
-        self.mask = np.zeros(len(self.ids), dtype=bool)
-
-    def mark(self, start: int, end: int, prompt: str, turn: str) -> None:
-        """Supervises the tokens of the characters start..end-1, generated after `prompt`, with which the text begins.
-
-        No token may lie across a border, and the tokens of the prompt must be those of the prompt alone.
-        """
-        first, last = self.offsets[:, 0], self.offsets[:, 1]
-        for border in (start, end):
-            if np.any((first < border) & (border < last)):
-                raise UserError(
-                    f"{turn}: one token lies across the border of the answer (character {border} of the rendered "
-                    "chat), so it is partly generated and partly given; does the answer begin or end with blanks or "
-                    "newlines?"
-                )
-        # Offsets cannot show everything: a prompt that ends in blanks may be split differently when text follows.
-        head = _encode(self.tokenizer, prompt)["input_ids"]
-        if self.ids[: len(head)].tolist() != head:
-            raise UserError(
-                f"{turn}: the tokens before the answer differ from those of the prompt alone, so serving would see "
-                "other ids than training; does the answer begin with blanks or newlines?"
-            )
-        self.mask |= (last > start) & (last <= end)
-
-
 def _conversation(tokenizer: Any, record: Conversation, options: ChatOptions) -> list[Document]:
     messages = record.messages
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    texts = [_Text(tokenizer, _rendered(tokenizer, record, len(messages), False, options), record.where)]
+    texts = [Text(tokenizer, _rendered(tokenizer, record, len(messages), False, options), record.where)]
     for i in reversed(turns[-1:] if options.last_turn_only else turns):
         if not any(_try(_mark_turn, text, record, i, options) for text in texts):
-            own = _Text(tokenizer, _ending_with(tokenizer, record, i, options), record.where)
+            own = Text(tokenizer, _ending_with(tokenizer, record, i, options), record.where)
             _mark_turn(own, record, i, options)
             texts.append(own)
     kept = [text for text in texts if text.mask.any()] or texts
@@ -178,7 +128,7 @@ def _try(action, *arguments) -> bool:
     return True
 
 
-def _mark_turn(whole: _Text, record: Conversation, i: int, options: ChatOptions) -> None:
+def _mark_turn(whole: Text, record: Conversation, i: int, options: ChatOptions) -> None:
     """Marks assistant message i in a rendering of the chat that contains it; UserError if that cannot be right."""
     turn, message, text = f"{record.where}, message {i}", record.messages[i], whole.text
     prompt = _prompt(whole.tokenizer, record, i, text, turn, options)
@@ -273,7 +223,7 @@ def _answer(text: str, start: int, own: str, body: str, special: np.ndarray, tur
     return start + len(ending) - len(body), start + len(ending)
 
 
-def _end_of_turn(whole: _Text, own: str, body_end: int, turn: str) -> int:
+def _end_of_turn(whole: Text, own: str, body_end: int, turn: str) -> int:
     """Character position after the end-of-turn token, or `body_end` if the template writes none for this turn.
 
     own: the turn as it is rendered if the chat ends with it.
@@ -292,7 +242,7 @@ def _end_of_turn(whole: _Text, own: str, body_end: int, turn: str) -> int:
     return int(offsets[found[0], 1])
 
 
-def _first_end(whole: _Text, start: int, body_end: int, end: int) -> int:
+def _first_end(whole: Text, start: int, body_end: int, end: int) -> int:
     """`end`, or the end of the same end-of-turn token within the answer, where the model stopped: data that was
     decoded with its special tokens has it twice."""
     first, last = whole.offsets[:, 0], whole.offsets[:, 1]
@@ -312,130 +262,7 @@ def _require_calls(tokenizer: Any, record: Conversation, i: int, turn: str, opti
         )
 
 
-# Written by templates, never by the model; the latter where every answer begins with thoughts.
-_EMPTY_THOUGHTS, _NO_THOUGHTS = re.compile(r"<think>\s*</think>\s*"), re.compile(r"\s*</think>\s*")
-
-
-def _text_document(tokenizer: Any, record: TextRow, options: ChatOptions) -> Document:
-    """Ids and mask of rendered text: an answer lies between the template's header and its end-of-turn token.
-
-    Text that has no such header (another template, other line ends) has nothing supervised, which is counted.
-    """
-    where = record.where
-    marks = _marks(tokenizer, where, options)
-    if not record.text.startswith(marks.begin):
-        raise UserError(
-            f"{where}: the text does not begin with {marks.begin!r}, with which every prompt begins when served"
-        )
-    whole, spans = _Text(tokenizer, record.text, where), []
-    # The end-of-turn token is the model's, whatever else follows an answer is not.
-    ends = [
-        (int(first), int(last) if token == marks.end else int(first))
-        for token, (first, last) in zip(whole.ids.tolist(), whole.offsets, strict=True)
-        if token in marks.after
-    ]
-    empty_thoughts = _NO_THOUGHTS if marks.header.rstrip().endswith("<think>") else _EMPTY_THOUGHTS
-    place = record.text.find(marks.header)
-    while place >= 0:
-        start = place + len(marks.header)
-        if (empty := empty_thoughts.match(record.text, start)) is not None:
-            start = empty.end()
-        end = next((end for first, end in ends if first >= start), len(record.text))  # the latter of a cut answer
-        spans.append((start, end))
-        place = record.text.find(marks.header, end)
-    for start, end in spans[-1:] if options.last_turn_only else spans:
-        whole.mark(start, end, record.text[:start], where)
-    return whole.ids, whole.mask
-
-
-class _Marks(NamedTuple):
-    """Of a chat template: the text before an answer, the text a chat begins with, the token that ends an answer (None:
-    it writes none), and the special tokens of which one comes after an answer: that one, those of the next turn."""
-
-    header: str
-    begin: str
-    end: int | None
-    after: frozenset[int]
-
-
-def _marks(tokenizer: Any, where: str, options: ChatOptions) -> _Marks:
-    question, answer, next_question = "QUESTION", "ANSWER", "FOLLOWING"
-    contents = {"user": question, "assistant": answer}
-    chat = [{"role": role, "content": content} for role, content in contents.items()]
-    chat.append({"role": "user", "content": next_question})
-
-    def rendered(count: int, generation: bool) -> str:
-        return _render(tokenizer, chat[:count], generation, where, None, options)
-
-    without, prompt, whole, longer = rendered(1, False), rendered(1, True), rendered(2, False), rendered(3, False)
-    # Templates that always, or never, write the header: all that stands between question and answer.
-    added = prompt.removeprefix(without) if prompt.startswith(without) else ""
-    header = added or prompt.partition(question)[2]
-    if not header.strip() or question not in prompt or answer not in whole:
-        raise UserError(f"{where}: the chat template writes nothing before an answer; use rows of conversations")
-    special = frozenset(special_ids(tokenizer))
-
-    def first_special(text: str) -> int | None:
-        return next((i for i in _encode(tokenizer, text)["input_ids"] if i in special), None)
-
-    end = first_special(whole.partition(answer)[2])
-    later = first_special(longer.partition(answer)[2].partition(next_question)[0])
-    if later is None:
-        raise UserError(
-            f"{where}: the chat template writes no special token after an answer, so text does not show where one "
-            "ends; use rows of conversations"
-        )
-    bos = tokenizer.bos_token or ""
-    after = special if end is None else frozenset((end, later, first_special(header)))
-    return _Marks(header, bos if prompt.startswith(bos) else "", end, after)
-
-
 def _rendered(tokenizer: Any, record: Conversation, count: int, generation_prompt: bool, options: ChatOptions) -> str:
     """The first `count` messages of a conversation as text."""
     messages = record.messages[:count]
-    return _render(tokenizer, messages, generation_prompt, record.where, record.tools, options)
-
-
-def _render(
-    tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    generation_prompt: bool,
-    where: str,
-    tools: list[dict[str, Any]] | None,
-    options: ChatOptions,
-) -> str:
-    if not tokenizer.chat_template:
-        raise UserError(f"{where}: the tokenizer has no chat template; use an instruct model's, or rows of input_ids")
-    if "developer" not in str(tokenizer.chat_template):  # another name of the system prompt
-        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            chat_template=_dated(tokenizer.chat_template, options.date),
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **options.template,
-        )
-    # of expressions over messages and variables
-    except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise UserError(f"{where}: the chat template refuses the messages: {' '.join(str(error).split())}") from error
-
-
-def _dated(template: Any, date: datetime.date | None) -> str | None:
-    """The template with a date in place of the day on which it is rendered; None, which is the tokenizer's own, where
-    nobody names one."""
-    if date is None or not isinstance(template, str):
-        return None
-    return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(date.strftime(call[2])), template)
-
-
-def _encode(tokenizer: Any, text: str, **options: Any) -> Any:
-    # verbose=False: the length is cut when packing, a warning about the model's limit would only confuse.
-    return tokenizer(text, add_special_tokens=False, verbose=False, **options)
-
-
-def special_ids(tokenizer: Any) -> list[int]:
-    """Ids of all special tokens: also those, like Llama 3's <|eot_id|>, that have no name such as eos_token."""
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return sorted(added | set(tokenizer.all_special_ids))
+    return render(tokenizer, messages, generation_prompt, record.where, record.tools, options)
